@@ -1,0 +1,390 @@
+"""The lmdb store: one value per part of a block in one LMDB file, the index in another.
+
+A part is reserved in the index's ledger, written to the values, then published: row in, reservation
+out, in one transaction of the index. Removing is the same backwards: the row goes and the number is
+freed in one transaction; the value is deleted by whoever writes next. Numbers are never used twice,
+so a reader that finds the row's number finds the row's bytes, or nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreContext, StoreStat
+from tiered_kv.errors import NoSpace, RetryLater, TierError
+from tiered_kv.index import BlockIndex, BufferTransaction, Row, Transaction
+from tiered_kv.values import BlockKey, BlockStatus
+from tiered_kv_lmdb.budget import Budget
+from tiered_kv_lmdb.files import Space, TierFiles
+from tiered_kv_lmdb.ledger import Ledger, packed
+from tiered_kv_lmdb.settings import LmdbSettings
+
+__all__ = ["LmdbStore"]
+
+_MOST_VALUE_BYTES = 2**32 - 1
+_SWEEP_SECONDS = 60.0
+_SWEEP_AGAIN_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Token of a place."""
+
+    number: bytes
+    """Key of the value."""
+
+
+class LmdbStore:
+    """A `BlockStore` in two LMDB files; see the contract for what each method owes."""
+
+    def __init__(self, context: StoreContext) -> None:
+        """Open the tier's directory.
+
+        Raises:
+            RefuseToStart: the directory is not this tier's, or not fit for LMDB.
+            TierError: it cannot be opened now.
+            NoSpace: the capacity is too small for what lies in the directory.
+        """
+        settings = context.settings
+        if not isinstance(settings, LmdbSettings):
+            raise TypeError(f"an lmdb tier is opened with LmdbSettings, not {type(settings)}")
+        self._settings = settings
+        self._tier = context.tier
+        self._writable = context.writable and settings.writable
+        self._lock = threading.Lock()
+        self._held: set[bytes] = set()
+        self._given_up: set[bytes] = set()
+        self._swept: float | None = None
+        self._closed = False
+        self._files = TierFiles(settings, context.tier)
+        try:
+            self._index = BlockIndex(
+                self._files.index,
+                context.namespace,
+                context.geometry.rank,
+                context.geometry.world_size,
+                log_entries=min(65_536, max(1_024, settings.capacity // 2**14)),
+            )
+            if settings.writable:
+                self._ledger = Ledger(self._files.index, context.tier)
+            self._files.open_values(self._forget_all)
+            self._values = self._files.values.database("values")
+            if settings.writable:
+                self._budget = Budget(self._files, self._index, self._ledger, context.tier)
+            if self._writable:
+                self._sweep_if_due(_SWEEP_SECONDS)
+                self._drop_orphans()
+        except BaseException:
+            self._files.close()
+            raise
+
+    def _forget_all(self) -> None:
+        """The values were lost: no row may stay."""
+        with self._files.index.write() as txn:
+            self._index.clear(txn)
+            self._ledger.clear(txn)
+
+    # ---------------------------------------------------------------------------------- lookup
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `BlockStore.contains`."""
+        self._check_open()
+        return self._index.contains(keys) if keys else []
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See `BlockStore.scan`."""
+        self._check_open()
+        return self._index.scan()
+
+    def changes(self, cursor: int | None) -> ChangeBatch:
+        """See `BlockStore.changes`."""
+        self._check_open()
+        return self._index.changes(cursor)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See `BlockStore.touch`."""
+        self._check_open()
+        if self._writable:
+            self._index.touch(keys)
+
+    def stat(self) -> StoreStat:
+        """See `BlockStore.stat`."""
+        self._check_open()
+        try:
+            used = self._files.disk_bytes()
+        except OSError as error:
+            raise self._unreachable(error) from error
+        return StoreStat(
+            blocks=self._index.count(),
+            used_bytes=used,
+            capacity_bytes=self._settings.capacity,
+            evicted_blocks=self._budget.evicted if self._settings.writable else 0,
+            modes=self._files.values.modes(),
+        )
+
+    # ----------------------------------------------------------------------------------- store
+
+    def reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
+        """See `BlockStore.reserve`."""
+        self._check_writable()
+        if not blocks:
+            return []
+        for block in blocks:
+            if not 0 < block.checksum.length <= _MOST_VALUE_BYTES:
+                raise ValueError(
+                    f"a block has 1 to {_MOST_VALUE_BYTES} bytes, not {block.checksum.length}"
+                )
+        self._sweep_if_due(_SWEEP_SECONDS)
+        try:
+            return self._reserve_now(blocks)
+        except NoSpace:
+            # What a process that died meanwhile had reserved may be what is missing.
+            if not self._sweep_if_due(_SWEEP_AGAIN_SECONDS):
+                raise
+            return self._reserve_now(blocks)
+
+    def _reserve_now(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
+        try:
+            space = self._files.space()
+        except OSError as error:
+            raise self._unreachable(error) from error
+        places, evicted = self._budget.in_index(lambda txn: self._reserve(txn, blocks, space))
+        with self._lock:
+            self._held.update(_number(place) for place in places if place is not None)
+        self._budget.count_evicted(evicted)
+        return places
+
+    def _reserve(
+        self, txn: Transaction, blocks: Sequence[NewBlock], space: Space
+    ) -> tuple[list[Place | None], int]:
+        rows = self._index.rows(txn, [block.key for block in blocks])
+        wanted = [block for block, row in zip(blocks, rows, strict=True) if row is None]
+        if not wanted:
+            return [None] * len(blocks), 0
+        evicted = self._budget.evict_for(txn, self._budget.need(wanted), space)
+        number = self._index.next_generation(txn, len(wanted))
+        places: list[Place | None] = []
+        for block, row in zip(blocks, rows, strict=True):
+            if row is not None:
+                places.append(None)
+                continue
+            name = packed(number)
+            number += 1
+            self._ledger.reserve(txn, name, self._budget.need([block]))
+            places.append(Place(block, _Room(name)))
+        return places, evicted
+
+    def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
+        """See `BlockStore.write`."""
+        self._check_writable()
+        if len(places) != len(memory):
+            raise ValueError(f"{len(places)} places but {len(memory)} pieces of memory")
+        for place, view in zip(places, memory, strict=True):
+            if view.nbytes != place.block.checksum.length:
+                raise ValueError(
+                    f"memory of {view.nbytes} bytes for a block of "
+                    f"{place.block.checksum.length} bytes"
+                )
+        if places:
+            numbers = [_number(place) for place in places]
+            items = sorted(zip(numbers, memory, strict=True), key=lambda item: item[0])
+            with self._files.index.read() as txn:
+                self._ledger.check_reserved(txn, numbers)
+            self._budget.put(items)
+
+    def publish(self, places: Sequence[Place]) -> None:
+        """See `BlockStore.publish`."""
+        self._check_writable()
+        if not places:
+            return
+        numbers = [_number(place) for place in places]
+        if len(self._budget.written(numbers)) < len(set(numbers)):
+            raise ValueError("a place is published before it was written")
+        self._budget.in_index(lambda txn: self._publish(txn, places))
+        with self._lock:
+            self._held.difference_update(numbers)
+
+    def _publish(self, txn: Transaction, places: Sequence[Place]) -> None:
+        numbers = [_number(place) for place in places]
+        self._ledger.check_reserved(txn, numbers)
+        blocks: list[tuple[BlockKey, Row]] = []
+        for place, number in zip(places, numbers, strict=True):
+            self._ledger.settle(txn, number)
+            row = Row(place.block.checksum, 0, number, int.from_bytes(number, "big"))
+            blocks.append((place.block.key, row))
+        self._budget.free(txn, self._index.publish(txn, blocks))
+
+    def abandon(self, places: Sequence[Place]) -> None:
+        """See `BlockStore.abandon`."""
+        self._check_writable()
+        if places:
+            self._release([_number(place) for place in places])
+
+    def _release(self, numbers: Collection[bytes]) -> None:
+        try:
+            with self._files.index.write() as txn:
+                for number in numbers:
+                    self._ledger.release(txn, number)
+        except (TierError, RetryLater) as error:
+            # The next sweep, here or after our end elsewhere, gives it back.
+            logger.warning("tier %s: room not given back yet: %s", self._tier, error)
+            with self._lock:
+                self._given_up.update(numbers)
+                self._swept = None
+        with self._lock:
+            self._held.difference_update(numbers)
+
+    # ------------------------------------------------------------------------------------ load
+
+    def read(self, keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> list[ReadResult]:
+        """See `BlockStore.read`."""
+        self._check_open()
+        if len(keys) != len(memory):
+            raise ValueError(f"{len(keys)} keys but {len(memory)} pieces of memory")
+        if not keys:
+            return []
+        with self._files.index.read() as txn:
+            rows = self._index.rows(txn, keys)
+        with self._files.values.read_buffers() as values:
+            results = [self._copy(values, *one) for one in zip(rows, memory, strict=True)]
+        gone = [place for place, result in enumerate(results) if result is None]
+        if gone:
+            self._distrust([(keys[place], rows[place]) for place in gone])
+        missing = ReadResult(BlockStatus.MISSING)
+        return [missing if result is None else result for result in results]
+
+    def _copy(
+        self, values: BufferTransaction, row: Row | None, memory: memoryview
+    ) -> ReadResult | None:
+        """None where the row's value is not there."""
+        if row is None or row.checksum.length > memory.nbytes:
+            return ReadResult(BlockStatus.MISSING)
+        value = values.get(row.location, db=self._values)
+        if value is None or value.nbytes != row.checksum.length:
+            return None
+        # Unlike a slice of a memoryview, this copies without the GIL.
+        target = np.frombuffer(memory, np.uint8, row.checksum.length)
+        np.copyto(target, np.frombuffer(value, np.uint8))
+        return ReadResult(BlockStatus.OK, row.checksum)
+
+    def _distrust(self, found: Sequence[tuple[BlockKey, Row | None]]) -> None:
+        """A row without its value was evicted meanwhile, or leads nowhere."""
+        keys = [key for key, _ in found]
+        with self._files.index.read() as txn:
+            now = self._index.rows(txn, keys)
+        self._index.distrust(
+            key for (key, before), after in zip(found, now, strict=True) if before == after
+        )
+
+    # ---------------------------------------------------------------------------------- remove
+
+    def discard(self, blocks: Sequence[NewBlock]) -> int:
+        """See `BlockStore.discard`."""
+        self._check_writable()
+        if not blocks:
+            return 0
+        with self._files.index.write() as txn:
+            rows = self._index.rows(txn, [block.key for block in blocks])
+            keys = [
+                block.key
+                for block, row in zip(blocks, rows, strict=True)
+                if row is not None and row.checksum == block.checksum
+            ]
+            return self._remove(txn, keys)
+
+    def delete(self, keys: Sequence[BlockKey]) -> int:
+        """See `BlockStore.delete`."""
+        self._check_writable()
+        if not keys:
+            return 0
+        with self._files.index.write() as txn:
+            return self._remove(txn, keys)
+
+    def _remove(self, txn: Transaction, keys: Sequence[BlockKey]) -> int:
+        there = self._index.present(txn, dict.fromkeys(self._index.full_keys(keys)))
+        self._budget.free(txn, self._index.remove(txn, there))
+        return len(there)
+
+    # ----------------------------------------------------------------------------------- sweep
+
+    def _sweep_if_due(self, seconds: float) -> bool:
+        """Free what dead processes reserved and what could not be given back, if the last time is
+        longer ago; whether it was."""
+        with self._lock:
+            if self._swept is not None and time.monotonic() - self._swept < seconds:
+                return False
+            self._swept = time.monotonic()
+            given_up, self._given_up = self._given_up, set()
+        with self._files.index.read() as txn:
+            numbers = given_up.union(self._ledger.of_the_dead(txn))
+        if numbers:
+            self._release(numbers)
+        return True
+
+    def _drop_orphans(self) -> None:
+        """Free the values that nothing names, because a record of the index was damaged, or a
+        place was written after another process had taken its owner for dead."""
+        with self._files.values.read() as values, self._files.index.read() as txn:
+            rows = txn.stat(self._files.index.database("rows"))["entries"]
+            if values.stat(self._values)["entries"] <= rows + self._ledger.count(txn):
+                return
+        with self._files.index.write() as txn:
+            named = self._ledger.numbers(txn)
+            named.update(row.location for _, _, row in self._index.all_rows(txn))
+            with self._files.values.read() as values, values.cursor(self._values) as cursor:
+                orphans = set(cursor.iternext(values=False)) - named
+            for number in orphans:
+                self._ledger.free(txn, number, 0)
+        if orphans:
+            logger.warning("tier %s: %d values without a row removed", self._tier, len(orphans))
+
+    # ----------------------------------------------------------------------------------- close
+
+    def close(self) -> None:
+        """See `BlockStore.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            held = set(self._held)
+        if self._writable:
+            try:
+                self._files.index.check_usable()
+                self._index.flush()
+                if held:
+                    self._release(held)
+            except (TierError, RetryLater) as error:
+                logger.warning("tier %s: not all was written at the end: %s", self._tier, error)
+        self._files.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(
+                f"tier {self._tier}: the store of {self._settings.path} was closed",
+                tier=self._tier,
+            )
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self._writable:
+            raise ValueError(f"tier {self._tier} was opened for reading only")
+
+    def _unreachable(self, error: OSError) -> TierError:
+        return TierError(
+            f"tier {self._tier}: {self._settings.path} does not answer: {error}", tier=self._tier
+        )
+
+
+def _number(place: Place) -> bytes:
+    token = place.token
+    if not isinstance(token, _Room):
+        raise ValueError(f"a place of another store: {token!r}")
+    return token.number

@@ -1,0 +1,116 @@
+"""Records of the space: segments with their slots, and the extents that rows name."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tiered_kv.index import Row
+from tiered_kv_nvme.segments import SegmentLayout
+
+__all__ = ["Extent", "Segment", "contiguous"]
+
+_RECORD = struct.Struct(">I8sQQIIIQQ")
+_LOCATION = struct.Struct(">IQIQ")
+_CHECK = struct.Struct(">Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One slot, as it was given out once."""
+
+    number: int
+    """Segment."""
+    epoch: int
+    """The segment's epoch when the slot was given out."""
+    slot: int
+    offset: int
+    """Byte in the segment's file."""
+    slot_class: int
+    generation: int
+
+    def location(self) -> bytes:
+        """What a row says about it."""
+        return _LOCATION.pack(self.number, self.epoch, self.slot, self.offset)
+
+    @classmethod
+    def of(cls, row: Row) -> Extent:
+        """The extent that a row of this tier names."""
+        number, epoch, slot, offset = _LOCATION.unpack(row.location)
+        return cls(number, epoch, slot, offset, row.slot_class, row.generation)
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment's record, as it is changed inside one transaction."""
+
+    number: int
+    slot_class: int
+    namespace_id: bytes
+    epoch: int
+    layout: SegmentLayout
+    file_bytes: int
+    reserved: int
+    """Slots that wait for publication."""
+    used: int
+    """When a block in it was last stored or read, nanoseconds since the epoch."""
+    taken: npt.NDArray[np.uint8]
+    """1 per slot that is reserved or published."""
+
+    @property
+    def free(self) -> int:
+        """Slots that can be given out."""
+        return self.layout.slots - int(np.count_nonzero(self.taken))
+
+    def pack(self) -> bytes:
+        """The record."""
+        layout = self.layout
+        head = _RECORD.pack(
+            self.slot_class,
+            self.namespace_id,
+            self.epoch,
+            layout.slot_bytes,
+            layout.slots,
+            layout.stride,
+            self.reserved,
+            self.file_bytes,
+            self.used,
+        )
+        body = head + np.packbits(self.taken).tobytes()
+        return _CHECK.pack(_check(self.number, body)) + body
+
+    @classmethod
+    def unpack(cls, number: int, data: bytes) -> Segment | None:
+        """The inverse of `pack`; None when the record is not what was packed for this number."""
+        body = data[_CHECK.size :]
+        if len(body) < _RECORD.size or data[: _CHECK.size] != _CHECK.pack(_check(number, body)):
+            return None
+        slot_class, namespace_id, epoch, slot_bytes, slots, stride, reserved, file_bytes, used = (
+            _RECORD.unpack_from(body)
+        )
+        taken = np.unpackbits(np.frombuffer(body, np.uint8, offset=_RECORD.size), count=slots)
+        layout = SegmentLayout(slot_bytes, slots, stride)
+        return cls(
+            number, slot_class, namespace_id, epoch, layout, file_bytes, reserved, used, taken
+        )
+
+
+def _check(number: int, body: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(body, seed=number)
+
+
+def contiguous(taken: npt.NDArray[np.uint8], count: int) -> list[int]:
+    """At most `count` free slots: the shortest run that is long enough, else the longest ones."""
+    free = np.flatnonzero(taken == 0)
+    if not free.size:
+        return []
+    runs = np.split(free, np.flatnonzero(np.diff(free) != 1) + 1)
+    enough = [run for run in runs if run.size >= count]
+    if enough:
+        return [int(slot) for slot in min(enough, key=len)[:count]]
+    runs.sort(key=len, reverse=True)
+    return sorted(int(slot) for slot in np.concatenate(runs)[:count])

@@ -1,0 +1,496 @@
+"""Which slots of which segments are taken: records in the index's own write transactions.
+
+Databases beside the index's own:
+
+* `segments`: number -> record with one bit per slot
+* `room`: slot class, number -> free slots and slots, for segments that have a free one
+* `slots`: number, slot -> full key, for published slots
+* `reserved`: owner's nonce, number, slot -> generation, for slots that wait for publication
+* `owners`: nonce -> process and namespace that has the tier open for writing
+* `totals`: bytes of all segment files
+
+A file is made inside the transaction that records it, so that two processes cannot overrun the
+budget together; taking the space of 1 GiB takes ext4 and xfs milliseconds.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from tiered_kv.index import BlockIndex, Environment, FullKey, Owner, Row, Transaction
+from tiered_kv_nvme.records import Extent, Segment, contiguous
+from tiered_kv_nvme.segments import SegmentFiles, SegmentHeader, SegmentLayout
+
+__all__ = ["Change", "Space"]
+
+_NUMBER = struct.Struct(">I")
+_PAIR = struct.Struct(">II")
+_U64 = struct.Struct(">Q")
+_NONCE_BYTES: Final = 8
+_BYTES_KEY: Final = b"bytes"
+_NEXT_KEY: Final = b"next"
+
+NOTE_SECONDS = 1.0
+"""Uses of segments are written at most this often."""
+
+INDEX_SHARE = 0.75
+"""Share of the index's room from which on blocks are evicted for it."""
+
+REFRESH_SECONDS = 60.0
+"""How often a process that writes says that it is still there."""
+
+
+class Space:
+    """The tier's segments and who uses them, shared by all processes. Thread-safe."""
+
+    def __init__(
+        self, environment: Environment, index: BlockIndex, files: SegmentFiles, namespace_id: bytes
+    ) -> None:
+        self._environment = environment
+        self.index = index
+        self.files = files
+        self.identity = environment.identity
+        self.namespace_id = namespace_id
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        """Names this store's reservations."""
+        self.segments = environment.database("segments")
+        self.room = environment.database("room")
+        self.slots = environment.database("slots")
+        self.reserved = environment.database("reserved")
+        self.owners = environment.database("owners")
+        self.totals = environment.database("totals")
+        self._lock = threading.Lock()
+        self._uses: dict[int, int] = {}
+        self._noted = 0.0
+        self._refreshed = -REFRESH_SECONDS
+
+    def index_is_full(self, txn: Transaction) -> bool:
+        """Whether more than `INDEX_SHARE` of what the index may take holds something: deleting
+        takes pages too."""
+        live = self._environment.live_bytes(txn)
+        return live > INDEX_SHARE * self._environment.map_bytes
+
+    def note_use(self, numbers: Iterable[int]) -> None:
+        """Blocks in these segments were read; written with some later change."""
+        now = time.time_ns()
+        with self._lock:
+            self._uses.update(dict.fromkeys(numbers, now))
+
+    def due_uses(self) -> dict[int, int]:
+        """What `note_use` gathered, if it is time to write it."""
+        with self._lock:
+            if not self._uses or time.monotonic() - self._noted < NOTE_SECONDS:
+                return {}
+            self._noted = time.monotonic()
+            uses, self._uses = self._uses, {}
+            return uses
+
+    def owner_due(self) -> bool:
+        """Whether this process should say again that it is there."""
+        with self._lock:
+            if time.monotonic() - self._refreshed < REFRESH_SECONDS:
+                return False
+            self._refreshed = time.monotonic()
+            return True
+
+    def held(self, extents: Sequence[Extent]) -> dict[int, SegmentLayout]:
+        """By generation, how the segments of those extents are cut that are still reserved by
+        this store."""
+        layouts: dict[int, SegmentLayout | None] = {}
+        found: dict[int, SegmentLayout] = {}
+        with self._environment.read() as txn:
+            for extent in extents:
+                if extent.number not in layouts:
+                    data = txn.get(_NUMBER.pack(extent.number), db=self.segments)
+                    segment = None if data is None else Segment.unpack(extent.number, data)
+                    layouts[extent.number] = None if segment is None else segment.layout
+                layout = layouts[extent.number]
+                if layout is not None and self.holds(txn, extent):
+                    found[extent.generation] = layout
+        return found
+
+    def holds(self, txn: Transaction, extent: Extent) -> bool:
+        """Whether the slot is still reserved by this store."""
+        data = txn.get(self.reserved_key(extent), db=self.reserved)
+        return data is not None and _U64.unpack(data)[0] == extent.generation
+
+    def reserved_key(self, extent: Extent) -> bytes:
+        """Key of the extent's reservation by this store."""
+        return self.nonce + _PAIR.pack(extent.number, extent.slot)
+
+    def give_back(self) -> int | None:
+        """Delete the least recently used segment, file first: on a full disk the index cannot
+        write before there is room. How many blocks it held; None when there is none to delete.
+
+        Raises:
+            NoSpace: the disk is full again.
+            TierError: the disk or the index does not work.
+        """
+        with self._environment.read() as txn:
+            records = [
+                Segment.unpack(_NUMBER.unpack(key)[0], data)
+                for key, data in txn.cursor(db=self.segments).iternext()
+            ]
+        idle = [segment for segment in records if segment is not None and not segment.reserved]
+        if not idle:
+            return None
+        victim = min(idle, key=lambda segment: segment.used).number
+        self.files.remove(victim)
+        with self.change() as change:
+            return change.lose(victim)
+
+    def leave(self) -> None:
+        """Give back all that is reserved and is not this process's to write any more.
+
+        Raises:
+            NoSpace: the index is full.
+            TierError: the index does not work.
+        """
+        with self.change() as change:
+            change.withdraw(self.nonce)
+
+    @contextmanager
+    def change(self) -> Iterator[Change]:
+        """One write transaction; nothing of it stays when the body raises.
+
+        Raises:
+            NoSpace: the index is full.
+            TierError: the index does not work.
+        """
+        made: list[int] = []
+        try:
+            with self._environment.write() as txn:
+                change = Change(self, txn, made)
+                yield change
+                change.save()
+        except BaseException:
+            for number in made:
+                self.files.remove(number)
+            raise
+
+
+class Change:
+    """What one write transaction does to the space. Used by one thread."""
+
+    def __init__(self, space: Space, txn: Transaction, made: list[int]) -> None:
+        self._space = space
+        self.txn = txn
+        self._made = made
+        self._loaded: dict[int, Segment | None] = {}
+        self._dirty: set[int] = set()
+        if space.owner_due():
+            self.register()
+        for number, used in space.due_uses().items():
+            segment = self.segment(number)
+            if segment is not None and segment.used < used:
+                segment.used = used
+                self._dirty.add(number)
+
+    def save(self) -> None:
+        """Write the changed records."""
+        for number in self._dirty:
+            segment = self._loaded[number]
+            if segment is None:
+                continue
+            self.txn.put(_NUMBER.pack(number), segment.pack(), db=self._space.segments)
+            pair = _PAIR.pack(segment.slot_class, number)
+            free = segment.free
+            if free:
+                value = _PAIR.pack(free, segment.layout.slots)
+                self.txn.put(pair, value, db=self._space.room)
+            else:
+                self.txn.delete(pair, db=self._space.room)
+        self._dirty.clear()
+
+    # ------------------------------------------------------------------------------ segments
+
+    def segment(self, number: int) -> Segment | None:
+        """The record of a segment; None when there is none, or it was damaged: then the blocks in
+        it go by and by, and its file when the tier is opened next."""
+        if number not in self._loaded:
+            data = self.txn.get(_NUMBER.pack(number), db=self._space.segments)
+            self._loaded[number] = None if data is None else Segment.unpack(number, data)
+        return self._loaded[number]
+
+    def all_segments(self) -> list[Segment]:
+        """Every segment of the tier. Costs about 2 us each."""
+        cursor = self.txn.cursor(db=self._space.segments)
+        numbers = [_NUMBER.unpack(key)[0] for key in cursor.iternext(keys=True, values=False)]
+        found = [self.segment(number) for number in numbers]
+        return [segment for segment in found if segment is not None]
+
+    def segment_bytes(self) -> int:
+        """Bytes of all segment files, as they were counted."""
+        data = self.txn.get(_BYTES_KEY, db=self._space.totals)
+        return 0 if data is None else int(_U64.unpack(data)[0])
+
+    def recount(self) -> None:
+        """Forget damaged records, and count the bytes of all segment files anew."""
+        cursor = self.txn.cursor(db=self._space.segments)
+        for key in list(cursor.iternext(keys=True, values=False)):
+            if self.segment(_NUMBER.unpack(key)[0]) is None:
+                self.txn.delete(key, db=self._space.segments)
+        total = sum(segment.file_bytes for segment in self.all_segments())
+        self.txn.put(_BYTES_KEY, _U64.pack(total), db=self._space.totals)
+
+    def _add_bytes(self, size: int) -> None:
+        total = max(0, self.segment_bytes() + size)
+        self.txn.put(_BYTES_KEY, _U64.pack(total), db=self._space.totals)
+
+    def _next_number(self) -> int:
+        data = self.txn.get(_NEXT_KEY, db=self._space.totals)
+        number = 0 if data is None else int(_U64.unpack(data)[0])
+        self.txn.put(_NEXT_KEY, _U64.pack(number + 1), db=self._space.totals)
+        return number
+
+    def add_segment(self, slot_class: int, layout: SegmentLayout) -> None:
+        """Make a file for a slot class of this namespace.
+
+        Raises:
+            NoSpace: the disk or the quota is full.
+            TierError: the file cannot be made.
+        """
+        files = self._space.files
+        while True:
+            header = self._header(self._next_number(), slot_class, layout)
+            if self.segment(header.number) is not None:
+                continue  # the counter was damaged
+            try:
+                files.create(header)
+                break
+            except FileExistsError:
+                # Left by a process that died before it was recorded, or somebody else's.
+                if files.is_ours(header.number):
+                    files.remove(header.number)
+        self._made.append(header.number)
+        self._loaded[header.number] = Segment(
+            header.number,
+            slot_class,
+            header.namespace_id,
+            header.epoch,
+            layout,
+            layout.file_bytes,
+            0,
+            time.time_ns(),
+            np.zeros(layout.slots, np.uint8),
+        )
+        self._dirty.add(header.number)
+        self._add_bytes(layout.file_bytes)
+
+    def reassign(self, segment: Segment, slot_class: int, layout: SegmentLayout) -> None:
+        """Give an empty segment to another slot class, of this namespace.
+
+        Raises:
+            NoSpace: the disk or the quota is full.
+            TierError: its header cannot be written.
+        """
+        header = self._header(segment.number, slot_class, layout)
+        self._space.files.write_header(header)
+        pair = _PAIR.pack(segment.slot_class, segment.number)
+        self.txn.delete(pair, db=self._space.room)
+        segment.slot_class, segment.namespace_id = slot_class, header.namespace_id
+        segment.epoch, segment.layout = header.epoch, layout
+        segment.used = time.time_ns()
+        segment.taken = np.zeros(layout.slots, np.uint8)
+        self._dirty.add(segment.number)
+
+    def drop(self, segment: Segment) -> None:
+        """Delete an empty segment and its file. Not undone when the transaction aborts: what it
+        held is missing then.
+
+        Raises:
+            TierError: the file cannot be deleted.
+        """
+        self._space.files.remove(segment.number)
+        self.save()
+        pair = _PAIR.pack(segment.slot_class, segment.number)
+        self.txn.delete(pair, db=self._space.room)
+        self.txn.delete(_NUMBER.pack(segment.number), db=self._space.segments)
+        self._loaded[segment.number] = None
+        self._add_bytes(-segment.file_bytes)
+
+    def _header(self, number: int, slot_class: int, layout: SegmentLayout) -> SegmentHeader:
+        epoch = self._space.index.next_generation(self.txn, 1)
+        return SegmentHeader(
+            self._space.identity, number, epoch, slot_class, self._space.namespace_id, layout
+        )
+
+    # --------------------------------------------------------------------------------- slots
+
+    def rooms(self, slot_class: int | None = None) -> list[tuple[int, int, int, int]]:
+        """(slot class, number, free slots, slots) of segments that have a free slot."""
+        self.save()
+        found: list[tuple[int, int, int, int]] = []
+        cursor = self.txn.cursor(db=self._space.room)
+        prefix = b"" if slot_class is None else _NUMBER.pack(slot_class)
+        if cursor.set_range(prefix) if prefix else cursor.first():
+            for key, value in cursor.iternext():
+                if not key.startswith(prefix):
+                    break
+                found.append((*_PAIR.unpack(key), *_PAIR.unpack(value)))
+        return [room for room in found if self.segment(room[1]) is not None]
+
+    def free_slots(self, slot_class: int) -> int:
+        """Slots of a class that can be given out at once."""
+        return sum(free for _, _, free, _ in self.rooms(slot_class))
+
+    def reserve(self, slot_class: int, count: int) -> list[Extent]:
+        """Give out slots of a class that has enough of them, neighbours where there are some."""
+        first = self._space.index.next_generation(self.txn, count)
+        extents: list[Extent] = []
+        rooms = sorted(self.rooms(slot_class), key=lambda room: -room[2])
+        for _, number, _, _ in rooms:
+            segment = self.segment(number)
+            if segment is None or len(extents) == count:
+                continue
+            for slot in contiguous(segment.taken, count - len(extents)):
+                segment.taken[slot] = 1
+                segment.reserved += 1
+                generation = first + len(extents)
+                offset = segment.layout.offset(slot)
+                extent = Extent(number, segment.epoch, slot, offset, slot_class, generation)
+                value = _U64.pack(generation)
+                self.txn.put(self._space.reserved_key(extent), value, db=self._space.reserved)
+                extents.append(extent)
+            self._dirty.add(number)
+        return extents
+
+    def holds(self, extent: Extent) -> bool:
+        """Whether the slot is still reserved by this store."""
+        return self._space.holds(self.txn, extent)
+
+    def publish(self, extent: Extent, full_key: FullKey) -> None:
+        """A reserved slot now holds a published block."""
+        self.txn.delete(self._space.reserved_key(extent), db=self._space.reserved)
+        pair = _PAIR.pack(extent.number, extent.slot)
+        self.txn.put(pair, full_key, db=self._space.slots)
+        segment = self.segment(extent.number)
+        if segment is not None:
+            segment.reserved -= 1
+            segment.used = time.time_ns()
+            self._dirty.add(extent.number)
+
+    def release(self, extent: Extent) -> None:
+        """Give a reserved slot back; ignored where it is not reserved any more."""
+        if self.holds(extent):
+            self._release(self._space.reserved_key(extent), extent.number, extent.slot)
+
+    def _release(self, key: bytes, number: int, slot: int) -> None:
+        self.txn.delete(key, db=self._space.reserved)
+        segment = self.segment(number)
+        if segment is not None:
+            segment.reserved -= 1
+            segment.taken[slot] = 0
+            self._dirty.add(number)
+
+    # ------------------------------------------------------------------------------ eviction
+
+    def evict(self, blocks: Iterable[FullKey]) -> int:
+        """Remove whole blocks and free their slots; how many blocks there were."""
+        unique = list(dict.fromkeys(blocks))
+        present = self._space.index.present(self.txn, unique)
+        self.free(self._space.index.remove(self.txn, unique))
+        return len(present)
+
+    def free(self, rows: Iterable[Row]) -> None:
+        """Free the slots of rows that the index does not have any more."""
+        for row in rows:
+            extent = Extent.of(row)
+            segment = self.segment(extent.number)
+            if segment is not None and segment.epoch == extent.epoch:
+                pair = _PAIR.pack(extent.number, extent.slot)
+                self.txn.delete(pair, db=self._space.slots)
+                segment.taken[extent.slot] = 0
+                self._dirty.add(extent.number)
+
+    def contents(self, number: int) -> list[FullKey]:
+        """The published blocks that have a part in a segment."""
+        prefix = _NUMBER.pack(number)
+        found: list[FullKey] = []
+        cursor = self.txn.cursor(db=self._space.slots)
+        if cursor.set_range(prefix):
+            for key, value in cursor.iternext():
+                if not key.startswith(prefix):
+                    break
+                found.append(FullKey(value))
+        return found
+
+    def empty(self, segment: Segment) -> int:
+        """Evict all blocks that have a part in the segment; how many. Nothing in it may be
+        reserved."""
+        evicted = self.evict(self.contents(segment.number))
+        # What no row names any more (a row that was damaged) goes too.
+        for slot in np.flatnonzero(segment.taken):
+            self.txn.delete(_PAIR.pack(segment.number, int(slot)), db=self._space.slots)
+        segment.taken[:] = 0
+        self._dirty.add(segment.number)
+        return evicted
+
+    def lose(self, number: int) -> int:
+        """The segment's file is not there any more: forget all that it held or was to hold; how
+        many blocks.
+
+        Raises:
+            TierError: what is there under its name cannot be deleted.
+        """
+        segment = self.segment(number)
+        if segment is None:
+            return 0
+        cursor = self.txn.cursor(db=self._space.reserved)
+        name = _NUMBER.pack(number)
+        keys = list(cursor.iternext(keys=True, values=False))
+        for key in keys:
+            if key[_NONCE_BYTES:].startswith(name):
+                self._release(key, *_PAIR.unpack(key[_NONCE_BYTES:]))
+        lost = self.empty(segment)
+        self.drop(segment)
+        return lost
+
+    # -------------------------------------------------------------------------------- owners
+
+    def register(self) -> None:
+        """Say that this process has the tier open for writing."""
+        value = Owner.current().pack() + self._space.namespace_id
+        self.txn.put(self._space.nonce, value, db=self._space.owners)
+
+    def _owners(self) -> list[tuple[bytes, Owner, bytes]]:
+        size = Owner.PACKED_BYTES
+        cursor = self.txn.cursor(db=self._space.owners)
+        return [
+            (nonce, Owner.unpack(value[:size]), value[size:]) for nonce, value in cursor.iternext()
+        ]
+
+    def index_is_full(self) -> bool:
+        """Whether the index has little room left for further rows."""
+        return self._space.index_is_full(self.txn)
+
+    def live_namespaces(self) -> set[bytes]:
+        """Namespaces that some live process has open for writing."""
+        return {namespace for _, owner, namespace in self._owners() if owner.alive()}
+
+    def reclaim(self) -> int:
+        """Free what dead processes had reserved; how many slots."""
+        dead = [nonce for nonce, owner, _ in self._owners() if not owner.alive()]
+        return sum(self.withdraw(nonce) for nonce in dead)
+
+    def withdraw(self, nonce: bytes) -> int:
+        """Forget an owner and free what it had reserved; how many slots."""
+        self.txn.delete(nonce, db=self._space.owners)
+        cursor = self.txn.cursor(db=self._space.reserved)
+        keys: list[bytes] = []
+        if cursor.set_range(nonce):
+            for key in cursor.iternext(keys=True, values=False):
+                if not key.startswith(nonce):
+                    break
+                keys.append(key)
+        for key in keys:
+            self._release(key, *_PAIR.unpack(key[_NONCE_BYTES:]))
+        return len(keys)

@@ -1,0 +1,326 @@
+"""The nvme tier's store: what the contract asks for, put together from its parts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreContext, StoreStat
+from tiered_kv.errors import NoSpace, TieredKVError, TierError
+from tiered_kv.index import BlockIndex, Environment
+from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus
+from tiered_kv_nvme.budget import Budget
+from tiered_kv_nvme.directory import INDEX, prepare, probe, sweep, wipe
+from tiered_kv_nvme.faults import translate
+from tiered_kv_nvme.plan import Piece, flat, plan
+from tiered_kv_nvme.posix import EndOfFile, PosixIo
+from tiered_kv_nvme.records import Extent
+from tiered_kv_nvme.room import RoomMaker
+from tiered_kv_nvme.segments import SegmentFiles, round_up
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.space import Space
+from tiered_kv_nvme.writing import Writer
+
+__all__ = ["NvmeStore"]
+
+CLOSE_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class NvmeStore:
+    """A `BlockStore` in segment files; see the contract for the rules of every method."""
+
+    def __init__(self, context: StoreContext) -> None:
+        """Open, or make, the tier's directory.
+
+        Raises:
+            ConfigError: the capacity holds not even one block.
+            IdentityError: the directory belongs to something else.
+            FormatError: it was written by a newer format.
+            UnsupportedError: it lies on a network file system.
+            TierError: it cannot be used now.
+            NoSpace: the disk leaves no room for the index.
+        """
+        settings = context.settings
+        if not isinstance(settings, NvmeSettings):
+            raise ValueError(f"an nvme store takes NvmeSettings, not {type(settings).__name__}")
+        self._settings: NvmeSettings = settings
+        self._tier = context.tier
+        self._path: Path = settings.path
+        index_path = self._path / INDEX
+        sizes = [round_up(group.block_bytes, PAGE_BYTES) for group in context.geometry.groups]
+        self._budget = Budget(settings, index_path, least_slot=min(sizes), largest_slot=max(sizes))
+        prepare(self._path, self._tier, make=settings.writable)
+        self._mode = probe(self._path, self._tier, writable=settings.writable)
+        self._files = SegmentFiles(
+            self._path,
+            self._tier,
+            self._mode,
+            writable=settings.writable,
+            sync=settings.durability != "none",
+        )
+        self._environment = Environment.open(
+            index_path,
+            kind="nvme",
+            tier=self._tier,
+            max_bytes=self._budget.index_bytes,
+            writable=settings.writable,
+            durability=settings.durability,
+            on_empty=lambda: wipe(self._files),
+        )
+        self._lock = threading.Lock()
+        self._closed = False
+        self._space: Space | None = None
+        self._writer: Writer | None = None
+        self._io = PosixIo(settings.io_threads, self._tier, alignment=self._mode.alignment)
+        try:
+            self._index = BlockIndex(
+                self._environment,
+                context.namespace,
+                context.geometry.rank,
+                context.geometry.world_size,
+                log_entries=self._budget.log_entries,
+            )
+            self._budget.measure()
+            if context.writable and settings.writable:
+                space = Space(self._environment, self._index, self._files, context.namespace.id)
+                self._space = space
+                self._writer = Writer(
+                    settings, space, self._files, self._io, self._budget, context.geometry.rank
+                )
+                self._writer.count_evicted(self._settle_in(space))
+        except BaseException:
+            self._environment.close()
+            raise
+        logger.info("tier %s: %s opened, %s", self._tier, self._path, self._modes())
+
+    def _settle_in(self, space: Space) -> int:
+        """Give up what dead processes left, and what is beyond a capacity that was lowered; how
+        many blocks."""
+        with space.change() as change:
+            change.recount()
+            swept = sweep(self._files, {one.number for one in change.all_segments()})
+            freed = change.reclaim()
+        if swept or freed:
+            logger.info(
+                "tier %s: %d files and %d slots that dead processes left are free again",
+                self._tier,
+                swept,
+                freed,
+            )
+        evicted = 0
+        beyond = True
+        while beyond:
+            with space.change() as change:
+                maker = RoomMaker(space, change, self._budget, self._tier)
+                beyond = maker.shrink()
+            evicted += maker.evicted
+        return evicted
+
+    # --------------------------------------------------------------------------------- storing
+
+    def reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
+        """See `BlockStore.reserve`."""
+        writer = self._for_writing("reserve room")
+        return writer.reserve(blocks) if blocks else []
+
+    def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
+        """See `BlockStore.write`.
+
+        Raises:
+            NoSpace: the disk is full after all (only where space could not be taken before).
+            TierError: the disk failed, or a segment's file has vanished.
+        """
+        self._for_writing("write").write(places, memory)
+
+    def publish(self, places: Sequence[Place]) -> None:
+        """See `BlockStore.publish`. Places in a file that has vanished are given up.
+
+        Raises:
+            NoSpace: the index or the disk is full after all.
+            TierError: the disk or the index failed.
+        """
+        writer = self._for_writing("publish")
+        if places:
+            writer.publish(places)
+
+    def abandon(self, places: Sequence[Place]) -> None:
+        """See `BlockStore.abandon`. A place that is being written is given back afterwards."""
+        if self._writer is not None:
+            self._writer.abandon(places)
+
+    # --------------------------------------------------------------------------------- reading
+
+    def read(self, keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> list[ReadResult]:
+        """See `BlockStore.read`. A block whose file has vanished or ends before it is MISSING,
+        and its row is dropped."""
+        self._check_open()
+        if len(keys) != len(memory):
+            raise ValueError(f"{len(keys)} keys, but {len(memory)} pieces of memory")
+        results = [ReadResult(BlockStatus.MISSING)] * len(keys)
+        with self._environment.read() as txn:
+            rows = self._index.rows(txn, keys)
+        found = [
+            (position, row, Extent.of(row))
+            for position, (row, view) in enumerate(zip(rows, memory, strict=True))
+            if row is not None and row.checksum.length <= view.nbytes
+        ]
+        if not found:
+            return results
+        with self._files.lease(extent.number for _, _, extent in found) as leased:
+            fds = leased.fds
+            moves = plan(
+                (
+                    Piece(
+                        position,
+                        extent.number,
+                        extent.offset,
+                        flat(memory[position])[: row.checksum.length],
+                    )
+                    for position, row, extent in found
+                    if extent.number in fds
+                ),
+                fds,
+                writing=False,
+            )
+            failed = self._io.read_groups(moves.groups)
+            moves.unload()
+        with self._environment.read() as txn:
+            again = self._index.rows(txn, [keys[position] for position, _, _ in found])
+        gone: list[BlockKey] = []
+        for (position, row, extent), now in zip(found, again, strict=True):
+            error = leased.failed.get(extent.number) or failed.get(position)
+            if now != row:
+                continue
+            if isinstance(error, EndOfFile) or (error is None and extent.number not in fds):
+                gone.append(keys[position])
+            elif error is not None:
+                path = self._files.path(extent.number)
+                logger.warning("%s", translate(error, "read", path, self._tier))
+                results[position] = ReadResult(BlockStatus.TIER_ERROR)
+            else:
+                results[position] = ReadResult(BlockStatus.OK, row.checksum)
+        if self._space is not None:
+            self._space.note_use(fds)
+        if gone:
+            self._drop_gone(
+                gone, {e.number for _, _, e in found} - fds.keys() - leased.failed.keys()
+            )
+        return results
+
+    def _drop_gone(self, keys: Sequence[BlockKey], lost: set[int]) -> None:
+        logger.warning(
+            "tier %s: %d blocks are not in %s any more, somebody else changed it",
+            self._tier,
+            len(keys),
+            self._path,
+        )
+        if self._writer is None:
+            self._index.distrust(keys)
+            return
+        try:
+            if lost:
+                self._writer.lose(lost)
+            self.delete(keys)
+        except (NoSpace, TierError) as error:
+            # The answer stays right without it: the next read finds the same.
+            logger.warning("tier %s: their rows could not be dropped: %s", self._tier, error)
+
+    # ------------------------------------------------------------------------------ the others
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `BlockStore.contains`."""
+        self._check_open()
+        return self._index.contains(keys)
+
+    def discard(self, blocks: Sequence[NewBlock]) -> int:
+        """See `BlockStore.discard`."""
+        space = self._for_writing("discard blocks").space
+        if not blocks:
+            return 0
+        with space.change() as change:
+            rows = self._index.rows(change.txn, [block.key for block in blocks])
+            keys = [
+                block.key
+                for block, row in zip(blocks, rows, strict=True)
+                if row is not None and row.checksum == block.checksum
+            ]
+            return change.evict(self._index.full_keys(keys))
+
+    def delete(self, keys: Sequence[BlockKey]) -> int:
+        """See `BlockStore.delete`."""
+        space = self._for_writing("delete blocks").space
+        if not keys:
+            return 0
+        with space.change() as change:
+            return change.evict(self._index.full_keys(keys))
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See `BlockStore.touch`."""
+        self._check_open()
+        if self._settings.writable:
+            self._index.touch(keys)
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See `BlockStore.scan`."""
+        self._check_open()
+        return self._index.scan()
+
+    def changes(self, cursor: int | None) -> ChangeBatch:
+        """See `BlockStore.changes`."""
+        self._check_open()
+        return self._index.changes(cursor)
+
+    def stat(self) -> StoreStat:
+        """See `BlockStore.stat`."""
+        self._check_open()
+        self._budget.measure()
+        return StoreStat(
+            blocks=self._index.count(),
+            used_bytes=self._budget.used(sum(self._files.numbers().values())),
+            capacity_bytes=self._settings.capacity,
+            evicted_blocks=self._writer.evicted if self._writer else 0,
+            modes=self._modes(),
+        )
+
+    def _modes(self) -> dict[str, str]:
+        return {
+            "engine": "posix",
+            "io": str(self._mode),
+            "durability": self._settings.durability,
+            "access": "read_write" if self._settings.writable else "read",
+            "space": "sparse" if self._files.sparse else "preallocated",
+        }
+
+    def _check_open(self) -> None:
+        self._environment.check_usable()
+        if self._closed:
+            raise TierError(f"tier {self._tier}: its store was closed", tier=self._tier)
+
+    def _for_writing(self, what: str) -> Writer:
+        self._check_open()
+        if self._writer is None:
+            raise ValueError(f"tier {self._tier} was opened for reading only, cannot {what}")
+        return self._writer
+
+    def close(self) -> None:
+        """See `BlockStore.close`. Waits at most some seconds for I/O that still runs."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        ended = self._io.close(CLOSE_SECONDS)
+        try:
+            # While a write hangs its places stay reserved, until this process has ended.
+            if self._space is not None and ended:
+                self._space.leave()
+            if self._settings.writable:
+                self._index.flush()
+        except TieredKVError as error:
+            logger.warning("tier %s: not closed cleanly: %s", self._tier, error)
+        finally:
+            self._files.close()
+            self._environment.close()

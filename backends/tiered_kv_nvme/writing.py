@@ -1,0 +1,373 @@
+"""Storing: places from their reservation to publication."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+from tiered_kv.contracts import NewBlock, Place
+from tiered_kv.errors import NoSpace, TieredKVError, TierError
+from tiered_kv.index import Row
+from tiered_kv.values import PAGE_BYTES
+from tiered_kv_nvme.budget import Budget
+from tiered_kv_nvme.faults import translate
+from tiered_kv_nvme.plan import Piece, anonymous, flat, plan
+from tiered_kv_nvme.posix import Group, PosixIo
+from tiered_kv_nvme.records import Extent
+from tiered_kv_nvme.room import RoomMaker
+from tiered_kv_nvme.segments import Leased, SegmentFiles, SegmentLayout, SlotEntry, round_up
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.space import Space
+
+__all__ = ["Writer"]
+
+MOST_KEY_BYTES = 256
+
+logger = logging.getLogger(__name__)
+
+
+class _Use(enum.Enum):
+    """What is happening to a place."""
+
+    RESERVED = enum.auto()
+    WRITING = enum.auto()
+    WRITTEN = enum.auto()
+    GIVEN_UP = enum.auto()
+    """Abandoned while it was being written: given back when the write has ended."""
+
+
+class Writer:
+    """The storing half of a store. Thread-safe; methods as in `BlockStore`."""
+
+    def __init__(
+        self,
+        settings: NvmeSettings,
+        space: Space,
+        files: SegmentFiles,
+        io: PosixIo,
+        budget: Budget,
+        rank: int,
+    ) -> None:
+        self._settings = settings
+        self._tier = settings.name
+        self.space = space
+        self._files = files
+        self._io = io
+        self._budget = budget
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._uses: dict[int, _Use] = {}
+        self._unreleased: list[Extent] = []
+        self._evicted = 0
+
+    @property
+    def evicted(self) -> int:
+        """Blocks evicted so far."""
+        with self._lock:
+            return self._evicted
+
+    def count_evicted(self, count: int) -> None:
+        """Add to `evicted`."""
+        with self._lock:
+            self._evicted += count
+
+    def reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
+        """See `BlockStore.reserve`."""
+        for block in blocks:
+            if block.checksum.length < 1 or not 1 <= len(block.key) <= MOST_KEY_BYTES:
+                raise ValueError(
+                    f"a block of {block.checksum.length} bytes under a key of {len(block.key)} "
+                    f"bytes; expected at least 1 byte, and a key of 1 to {MOST_KEY_BYTES}"
+                )
+        self._refuse_hopeless(blocks)
+        self._budget.measure()
+        self._release_late()
+        try:
+            places = self._reserve(blocks)
+        except NoSpace:
+            if not self._give_way():
+                raise
+            places = self._reserve(blocks)
+        with self._lock:
+            for place in places:
+                if place is not None and isinstance(place.token, Extent):
+                    self._uses[place.token.generation] = _Use.RESERVED
+        return places
+
+    def _reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
+        places: list[Place | None] = [None] * len(blocks)
+        with self.space.change() as change:
+            rows = self.space.index.rows(change.txn, [block.key for block in blocks])
+            wanted: dict[int, list[int]] = {}
+            for position, (block, row) in enumerate(zip(blocks, rows, strict=True)):
+                if row is None:
+                    size = round_up(block.checksum.length, PAGE_BYTES)
+                    wanted.setdefault(size, []).append(position)
+            maker = RoomMaker(self.space, change, self._budget, self._tier)
+            for size, positions in wanted.items():
+                slot_class = self.space.index.slot_class(change.txn, 0, size)
+                maker.make(slot_class, size, len(positions))
+                extents = change.reserve(slot_class, len(positions))
+                for position, extent in zip(positions, extents, strict=True):
+                    places[position] = Place(blocks[position], extent)
+        self.count_evicted(maker.evicted)
+        return places
+
+    def _give_way(self) -> bool:
+        """On a disk that others have filled up, give a segment back; whether that was it."""
+        if not self._budget.disk_is_full():
+            return False
+        lost = self.space.give_back()
+        if lost is None:
+            return False
+        logger.warning(
+            "tier %s: the disk of %s is full; %d blocks were given up for room",
+            self._tier,
+            self._settings.path,
+            lost,
+        )
+        self.count_evicted(lost)
+        return True
+
+    def _refuse_hopeless(self, blocks: Sequence[NewBlock]) -> None:
+        total = sum(round_up(block.checksum.length, PAGE_BYTES) for block in blocks)
+        if total > self._settings.capacity:
+            raise NoSpace(
+                f"tier {self._tier}: {len(blocks)} blocks of {total} bytes in one batch, more "
+                f"than its capacity of {self._settings.capacity} bytes"
+            )
+
+    def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
+        """See `BlockStore.write`.
+
+        Raises:
+            NoSpace: the disk is full after all (only where space could not be taken before).
+            TierError: the disk failed, or a segment's file has vanished.
+        """
+        if len(places) != len(memory):
+            raise ValueError(f"{len(places)} places, but {len(memory)} pieces of memory")
+        for place, view in zip(places, memory, strict=True):
+            if view.nbytes != place.block.checksum.length:
+                raise ValueError(
+                    f"a block of {place.block.checksum.length} bytes cannot be written from "
+                    f"{view.nbytes} bytes of memory"
+                )
+        extents = self._move(places, (_Use.RESERVED, _Use.WRITTEN), _Use.WRITING)
+        whole = False
+        try:
+            self._write(extents, memory)
+            whole = True
+        finally:
+            self._end_write(extents, whole=whole)
+
+    def _write(self, extents: Sequence[Extent], memory: Sequence[memoryview]) -> None:
+        with self._files.lease(extent.number for extent in extents) as leased:
+            lost = self._absent(extents, leased)
+            if lost:
+                self.lose(lost)
+                raise TierError(
+                    f"tier {self._tier}: {self._files.path(min(lost))} was deleted by somebody "
+                    "else; what it held is forgotten",
+                    tier=self._tier,
+                )
+            pieces = [
+                Piece(position, extent.number, extent.offset, flat(view))
+                for position, (extent, view) in enumerate(zip(extents, memory, strict=True))
+            ]
+            moves = plan(pieces, leased.fds, writing=True)
+            failed = self._io.write_groups(moves.groups)
+        self._raise_first(failed, extents)
+
+    def _absent(self, extents: Iterable[Extent], leased: Leased) -> set[int]:
+        """The segments whose file is not there.
+
+        Raises:
+            TierError: one is there and could not be opened.
+        """
+        for number, error in leased.failed.items():
+            raise translate(error, "open", self._files.path(number), self._tier) from error
+        return {extent.number for extent in extents} - leased.fds.keys()
+
+    def _raise_first(self, failed: dict[int, OSError], extents: Sequence[Extent]) -> None:
+        for position, error in failed.items():
+            path = self._files.path(extents[position].number)
+            raise translate(error, "write", path, self._tier) from error
+
+    def _end_write(self, extents: Sequence[Extent], *, whole: bool) -> None:
+        given_up: list[Extent] = []
+        with self._lock:
+            for extent in extents:
+                if self._uses.get(extent.generation) is _Use.GIVEN_UP:
+                    del self._uses[extent.generation]
+                    given_up.append(extent)
+                elif extent.generation in self._uses:
+                    self._uses[extent.generation] = _Use.WRITTEN if whole else _Use.RESERVED
+        self._release(given_up)
+
+    def publish(self, places: Sequence[Place]) -> None:
+        """See `BlockStore.publish`. Places in a file that has vanished are given up.
+
+        Raises:
+            NoSpace: the index or the disk is full after all.
+            TierError: the disk or the index failed.
+        """
+        extents = self._move(places, (_Use.WRITTEN,), _Use.WRITTEN)
+        with self._files.lease(extent.number for extent in extents) as leased:
+            fds = leased.fds
+            lost = self._absent(extents, leased)
+            lost |= {n for n, fd in fds.items() if not self._files.is_current(n, fd)}
+            kept = [
+                (place, extent)
+                for place, extent in zip(places, extents, strict=True)
+                if extent.number not in lost
+            ]
+            self._write_entries(kept, fds)
+            if self._settings.durability != "none":
+                try:
+                    self._io.flush(list(fds.values()))
+                except OSError as error:
+                    raise translate(error, "flush", self._settings.path, self._tier) from error
+        try:
+            self._publish(kept)
+        except NoSpace:
+            if not self._give_way():
+                self._thin_out(extents)
+            self._publish(kept)
+        with self._lock:
+            for extent in extents:
+                self._uses.pop(extent.generation, None)
+        if lost:
+            self.lose(lost)
+
+    def _thin_out(self, extents: Sequence[Extent]) -> None:
+        """Evict as many blocks as are to be published: the index has reached its share."""
+        with self.space.change() as change:
+            maker = RoomMaker(self.space, change, self._budget, self._tier)
+            maker.thin_out({extent.slot_class for extent in extents}, len(extents))
+        self.count_evicted(maker.evicted)
+
+    def _write_entries(self, kept: Sequence[tuple[Place, Extent]], fds: Mapping[int, int]) -> None:
+        """Write the header table's entries, neighbours in one call."""
+        layouts = self.space.held([extent for _, extent in kept])
+        ordered = sorted(
+            (pair for pair in kept if pair[1].generation in layouts),
+            key=lambda pair: (pair[1].number, pair[1].slot),
+        )
+        groups: list[Group] = []
+        start = 0
+        for end in range(1, len(ordered) + 1):
+            before = ordered[end - 1][1]
+            if end < len(ordered):
+                after = ordered[end][1]
+                if (after.number, after.slot) == (before.number, before.slot + 1):
+                    continue
+            first = ordered[start][1]
+            layout = layouts[first.generation]
+            view = self._entries(ordered[start:end], layout)
+            groups.append(
+                Group(fds[first.number], layout.entry_offset(first.slot), (view,), (start,))
+            )
+            start = end
+        self._raise_first(self._io.write_groups(groups), [extent for _, extent in ordered])
+
+    def _entries(self, run: Sequence[tuple[Place, Extent]], layout: SegmentLayout) -> memoryview:
+        view = anonymous(len(run) * layout.stride)
+        for place, (place_of, extent) in enumerate(run):
+            block = place_of.block
+            entry = SlotEntry(
+                block.key, self._rank, block.checksum, extent.epoch, extent.generation
+            ).pack()
+            view[place * layout.stride : place * layout.stride + len(entry)] = entry
+        return view
+
+    def _publish(self, kept: Sequence[tuple[Place, Extent]]) -> None:
+        with self.space.change() as change:
+            held = [(place.block, extent) for place, extent in kept if change.holds(extent)]
+            rows = [
+                (
+                    block.key,
+                    Row(block.checksum, extent.slot_class, extent.location(), extent.generation),
+                )
+                for block, extent in held
+            ]
+            given = {extent.generation for _, extent in held}
+            freed = self.space.index.publish(change.txn, rows)
+            change.free([row for row in freed if row.generation not in given])
+            lost = {row.generation for row in freed}
+            names = self.space.index.full_keys(block.key for block, _ in held)
+            for name, (_, extent) in zip(names, held, strict=True):
+                if extent.generation in lost:
+                    change.release(extent)
+                else:
+                    change.publish(extent, name)
+        if len(held) < len(kept):
+            logger.warning(
+                "tier %s: %d blocks were not published, their room had been taken back",
+                self._tier,
+                len(kept) - len(held),
+            )
+
+    def abandon(self, places: Sequence[Place]) -> None:
+        """See `BlockStore.abandon`. A place that is being written is given back afterwards."""
+        released: list[Extent] = []
+        with self._lock:
+            for place in places:
+                extent = place.token
+                if not isinstance(extent, Extent):
+                    continue
+                use = self._uses.get(extent.generation)
+                if use is _Use.WRITING:
+                    self._uses[extent.generation] = _Use.GIVEN_UP
+                elif use in (_Use.RESERVED, _Use.WRITTEN):
+                    del self._uses[extent.generation]
+                    released.append(extent)
+        self._release(released)
+
+    def _release(self, extents: Sequence[Extent]) -> None:
+        if not extents:
+            return
+        try:
+            with self.space.change() as change:
+                for extent in extents:
+                    change.release(extent)
+        except TieredKVError as error:
+            logger.warning("tier %s: room is given back later: %s", self._tier, error)
+            with self._lock:
+                self._unreleased.extend(extents)
+
+    def _release_late(self) -> None:
+        with self._lock:
+            extents, self._unreleased = self._unreleased, []
+        self._release(extents)
+
+    def _move(self, places: Iterable[Place], allowed: tuple[_Use, ...], to: _Use) -> list[Extent]:
+        """The places' extents, all of them now in use `to`.
+
+        Raises:
+            ValueError: one is not this store's, or not in one of the allowed uses.
+        """
+        extents: list[Extent] = []
+        with self._lock:
+            for place in places:
+                extent = place.token
+                use = self._uses.get(extent.generation) if isinstance(extent, Extent) else None
+                if not isinstance(extent, Extent) or use not in allowed:
+                    state = "not reserved" if use is None else use.name.lower()
+                    raise ValueError(f"place of key {place.block.key.hex()} is {state}")
+                extents.append(extent)
+            self._uses.update((extent.generation, to) for extent in extents)
+        return extents
+
+    def lose(self, numbers: Iterable[int]) -> None:
+        """These segments' files have vanished: forget what they held.
+
+        Raises:
+            NoSpace: the index is full.
+            TierError: the index does not work.
+        """
+        with self.space.change() as change:
+            for number in numbers:
+                self._files.forget(number)
+                change.lose(number)

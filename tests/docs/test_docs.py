@@ -1,0 +1,138 @@
+"""The documentation is executed: its YAML loaded, its commands run, its plug-in used."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import SOURCE, fenced, page, tables
+from tiered_kv import config
+from tiered_kv.cli import main
+from tiered_kv.cli.selftest import SelfTest
+from tiered_kv.config import load, schema, shipped, shipped_names
+from tiered_kv.connector.assembly import Assembly
+from tiered_kv.plugins import GROUP, Plugins
+
+SMALL = """\
+tiers:
+  - {name: host, type: cpu, capacity: 32MiB}
+  - {name: ssd, type: nvme, path: $HERE/ssd, capacity: 256MiB, min_free: 0%}
+"""
+
+
+def run(*arguments: str) -> int:
+    """Run the command line in this process; its exit code."""
+    before, sys.argv = sys.argv, ["tiered-kv", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_deployments(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is loaded as it is, then checked with its directories and budgets made small."""
+    monkeypatch.setenv("TIERED_KV_DEMO_DIR", str(tmp_path))
+    deployment = load(shipped(name), Plugins())
+    for place, tier in enumerate(deployment.tiers):
+        key = f"TIERED_KV__TIERS__{place}__"
+        monkeypatch.setenv(f"{key}CAPACITY", "64MiB")
+        if tier.directories:
+            monkeypatch.setenv(f"{key}PATH", str(tmp_path / tier.name))
+            monkeypatch.setenv(f"{key}MIN_FREE", "0%")
+    assert run("check", str(shipped(name)), "--json") == 0
+    checked = json.loads(capsys.readouterr().out)
+    tested = [c["tiers"][0] for c in checked["checks"] if c["check"] == "self-test"]
+    assert tested == [tier.name for tier in deployment.tiers]
+    assert all(entry["ok"] for entry in checked["checks"])
+
+
+def test_the_shipped_deployments() -> None:
+    assert shipped_names() == ("cpu-only", "demo", "lmdb", "nvme")
+
+
+def test_yaml_in_the_configuration_page(tmp_path: Path) -> None:
+    blocks = fenced("configuration.md", "yaml")
+    assert blocks
+    for block in blocks:
+        file = tmp_path / "d.yaml"
+        file.write_text(block)
+        load(file, Plugins(), {"HOME": "/home/op"})
+
+
+def test_the_configuration_page_describes_every_setting() -> None:
+    expected = tables(schema(Plugins()))
+    assert expected.count("\n| `") > 40
+    assert page("configuration.md").endswith(expected), (
+        "run `python -m tests.docs.pages` to write the tables anew"
+    )
+
+
+def test_commands_in_the_command_line_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HERE", str(tmp_path))
+    (tmp_path / "deployment.yaml").write_text(SMALL)
+    commands = [line for block in fenced("cli.md", "bash") for line in block.splitlines()]
+    assert {shlex.split(line)[1] for line in commands} == {
+        "backends",
+        "check",
+        "explain",
+        "schema",
+        "vllm-args",
+    }
+    for line in commands:
+        program, *arguments = shlex.split(line)
+        assert program == "tiered-kv"
+        assert run(*arguments) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out
+
+
+def test_every_command_is_in_the_command_line_page(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--help")
+    listed = capsys.readouterr().out.partition("Commands:")[2].split("\n  ")
+    commands = {line.split()[0] for line in listed if line and not line.startswith(" ")} - {""}
+    text = page("cli.md")
+    assert commands
+    assert {name for name in commands if f"\n## {name}\n" not in text} == set()
+
+
+def test_the_plugin_in_its_page_stores_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = fenced("plugins.md", "python")
+    (tmp_path / "shelf_tier.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    shelf = EntryPoint("shelf", "shelf_tier:backend", GROUP)
+    plugins = Plugins(lambda: [*entry_points(group=GROUP), shelf])
+    (text,) = fenced("plugins.md", "yaml")
+    file = tmp_path / "d.yaml"
+    file.write_text(text.replace("/tmp/shelf", str(tmp_path / "shelf")))
+    deployment = load(file, plugins, {})
+    assembly = Assembly(deployment, plugins.deployed(["shelf"]))
+    verdict = SelfTest(assembly, 3 * config.MIB, 30.0).run("shelf")
+    assert verdict.ok, verdict.detail
+    assert verdict.detail == "3145728 bytes stored, 3145728 loaded, compared and deleted"
+    assert verdict.modes["io"] == "buffered"
+    assert list((tmp_path / "shelf").rglob("*.*")) == []
+
+
+def test_links_lead_to_files() -> None:
+    links = 0
+    for file in (SOURCE / "docs").glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", file.read_text(encoding="utf-8")):
+            assert (file.parent / target).exists(), f"{file.name}: {target}"
+            links += 1
+    assert links

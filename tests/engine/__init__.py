@@ -1,0 +1,1 @@
+"""Tests that run a real vLLM, always in child processes, one after another."""

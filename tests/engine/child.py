@@ -1,0 +1,133 @@
+"""The engine's process: reads a scenario, runs it on vLLM, writes a line per result.
+
+Run as a script: `python -P child.py SCENARIO RESULTS`. Results are written as they come, so that
+those before a crash or a kill are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from tests.engine.actions import (
+    Action,
+    EngineOptions,
+    Generate,
+    Kill,
+    Output,
+    ReadMetrics,
+    ResetPrefixCache,
+    Sample,
+    Sleep,
+    decode_scenario,
+    encode_event,
+)
+from tests.engine.processes import shared_memory
+
+
+def build(options: EngineOptions) -> Any:
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "model": str(options.model),
+        "dtype": options.dtype,
+        "block_size": options.block_size,
+        "max_model_len": options.max_model_len,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "seed": 0,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
+    if options.kv_transfer_config is not None:
+        arguments["kv_transfer_config"] = dict(options.kv_transfer_config)
+    return LLM(**(arguments | dict(options.extra)))
+
+
+def perform(llm: Any, action: Action, results: TextIO) -> None:
+    match action:
+        case Generate():
+            outputs = [asdict(output) for output in answer(llm, action)]
+            print(encode_event("outputs", outputs), file=results, flush=True)
+        case ResetPrefixCache():
+            if not llm.reset_prefix_cache(reset_connector=action.connector):
+                raise RuntimeError("the engine did not reset its prefix cache")
+        case Sleep():
+            time.sleep(action.seconds)
+        case ReadMetrics():
+            read_metrics(llm, results)
+        case Kill():
+            tell_shared_memory(results)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def answer(llm: Any, action: Generate) -> list[Output]:
+    from vllm import SamplingParams, TokensPrompt
+
+    prompts = [
+        prompt if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=list(prompt))
+        for prompt in action.prompts
+    ]
+    hint = action.kv_transfer_params
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=action.max_tokens,
+        ignore_eos=action.ignore_eos,
+        logprobs=0 if action.logprobs else None,
+        extra_args={"kv_transfer_params": dict(hint)} if hint is not None else None,
+    )
+    batches = [prompts] if action.together else [[prompt] for prompt in prompts]
+    return [
+        to_output(request)
+        for batch in batches
+        for request in llm.generate(batch, params, use_tqdm=False)
+    ]
+
+
+def to_output(request: Any) -> Output:
+    [completion] = request.outputs
+    chosen = zip(completion.token_ids, completion.logprobs or (), strict=False)
+    return Output(
+        token_ids=tuple(completion.token_ids),
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        first_token_latency=request.metrics.first_token_latency if request.metrics else 0.0,
+        logprobs=tuple(candidates[token].logprob for token, candidates in chosen),
+    )
+
+
+def read_metrics(llm: Any, results: TextIO) -> None:
+    samples: list[Sample] = []
+    for metric in llm.get_metrics():
+        labels = dict(metric.labels)
+        if hasattr(metric, "value"):
+            samples.append(Sample(metric.name, metric.value, labels))
+        elif hasattr(metric, "buckets"):
+            samples.append(Sample(f"{metric.name}_count", metric.count, labels))
+            samples.append(Sample(f"{metric.name}_sum", metric.sum, labels))
+    print(encode_event("metrics", [asdict(s) for s in samples]), file=results, flush=True)
+
+
+def tell_shared_memory(results: TextIO) -> None:
+    paths = [str(path) for path in shared_memory(os.getpgrp())]
+    print(encode_event("shared_memory", paths), file=results, flush=True)
+
+
+def main(scenario: Path, results: Path) -> None:
+    options, actions = decode_scenario(scenario.read_text())
+    with results.open("w") as file:
+        llm = build(options)
+        for action in actions:
+            perform(llm, action, file)
+        read_metrics(llm, file)
+        tell_shared_memory(file)  # vLLM leaves some even when it ends by itself
+        llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":  # the engine's own processes are spawned, and import this module again
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

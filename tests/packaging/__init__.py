@@ -1,0 +1,1 @@
+"""Tests of the built distributions and of the source tree."""

@@ -1,0 +1,71 @@
+"""What the tests of the nvme store share; importable by the child processes that they start."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.stores.store_parts import StoreArguments
+from tiered_kv.checksum import BlockChecksum
+from tiered_kv.config import SizeOrPercent
+from tiered_kv.contracts import BlockStore, NewBlock, Place, StoreContext
+from tiered_kv.values import BlockKey
+from tiered_kv_nvme import backend
+from tiered_kv_nvme.settings import NvmeSettings
+
+SEGMENT = re.compile(r"segment-\d+")
+MIB = 2**20
+
+
+def settings(arguments: StoreArguments) -> NvmeSettings:
+    values: dict[str, Any] = {
+        "name": "ssd",
+        "path": arguments.path,
+        "capacity": arguments.capacity,
+        "durability": arguments.durability,
+        "min_free": SizeOrPercent(size=0),
+    }
+    return NvmeSettings.model_validate(values | dict(arguments.extra))
+
+
+def open_nvme(arguments: StoreArguments) -> BlockStore:
+    assert backend.open_store is not None
+    return backend.open_store(
+        StoreContext(
+            "ssd",
+            settings(arguments),
+            arguments.namespace,
+            arguments.geometry,
+            arguments.writable,
+        )
+    )
+
+
+def segment_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if SEGMENT.fullmatch(file.name))
+
+
+def slot(length: int, fill: int = 0) -> memoryview:
+    """A whole page-aligned slot for `length` bytes, all bytes `fill`."""
+    size = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+    view = memoryview(mmap.mmap(-1, size))
+    view[:] = bytes([fill]) * size
+    return view
+
+
+def random_block(number: int, length: int) -> tuple[NewBlock, memoryview]:
+    """A block under a key of its own, and its page-aligned bytes."""
+    view = slot(max(length, 1))[:length]
+    view[:] = random.Random(number).randbytes(length)
+    key = BlockKey(b"random" + number.to_bytes(8, "big"))
+    return NewBlock(key, BlockChecksum.capture(key, 0, view)), view
+
+
+def reserved(store: BlockStore, blocks: list[NewBlock]) -> list[Place]:
+    """Places for all of them: none is published yet."""
+    places = [place for place in store.reserve(blocks) if place is not None]
+    assert len(places) == len(blocks)
+    return places

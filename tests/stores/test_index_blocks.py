@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stores.store_parts import NAMESPACE, OTHER_NAMESPACE, key, keys
+from tiered_kv.checksum import BlockChecksum
+from tiered_kv.index import BlockIndex, Environment, FullKey, Row
+from tiered_kv.index.keyset import KeySet
+from tiered_kv.values import BlockKey, Namespace
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[Environment]:
+    opened = Environment.open(
+        tmp_path / "index", kind="test", tier="ssd", max_bytes=16 * 2**20, writable=True
+    )
+    yield opened
+    opened.close()
+
+
+def make_index(
+    environment: Environment,
+    namespace: Namespace = NAMESPACE,
+    rank: int = 0,
+    world_size: int = 1,
+    log_entries: int = 65_536,
+) -> BlockIndex:
+    return BlockIndex(environment, namespace, rank, world_size, log_entries=log_entries)
+
+
+def row(number: int, slot_class: int = 0, rank: int = 0) -> Row:
+    location = b"%d/%d" % (number, rank)
+    return Row(BlockChecksum(4096 + number, 7 * number), slot_class, location, number + 1)
+
+
+def publish(
+    environment: Environment,
+    index: BlockIndex,
+    *numbers: int,
+    slot_class: int = 0,
+    rank: int = 0,
+) -> list[Row]:
+    with environment.write() as txn:
+        return index.publish(txn, [(key(n), row(n, slot_class, rank)) for n in numbers])
+
+
+def oldest(
+    environment: Environment, index: BlockIndex, count: int = 100, slot_class: int = 0
+) -> list[FullKey]:
+    with environment.write() as txn:
+        return index.oldest(txn, slot_class, count)
+
+
+def damage(environment: Environment, database: str, name: bytes) -> None:
+    """Flip one bit of a record."""
+    handle = environment.database(database)
+    with environment.write() as txn:
+        record = bytearray(txn.get(name, b"", db=handle))
+        record[random.Random(name).randrange(len(record))] ^= 1
+        txn.put(name, bytes(record), db=handle)
+
+
+# ----------------------------------------------------------------------------------------- rows
+
+
+def test_rows_come_back(environment: Environment) -> None:
+    index = make_index(environment)
+    assert publish(environment, index, 1, 2, 3) == []
+    assert index.contains(keys([0, 1, 2, 3])) == [False, True, True, True]
+    with environment.read() as txn:
+        assert index.rows(txn, keys([3, 0, 1])) == [row(3), None, row(1)]
+        full = index.full_keys(keys([1, 2, 3]))
+        assert sorted(index.all_rows(txn)) == sorted((f, 0, row(n)) for n, f in enumerate(full, 1))
+    assert index.count() == 3
+    assert set(index.scan()) == set(keys([1, 2, 3]))
+
+
+def test_a_row_published_before_wins(environment: Environment) -> None:
+    index = make_index(environment)
+    publish(environment, index, 1)
+    loser = Row(BlockChecksum(1, 1), 0, b"elsewhere", 99)
+    with environment.write() as txn:
+        assert index.publish(txn, [(key(1), loser), (key(2), row(2))]) == [loser]
+        assert index.rows(txn, keys([1])) == [row(1)]
+        assert index.publish(txn, [(key(5), row(5)), (key(5), loser)]) == [loser]
+
+
+def test_removal_gives_all_ranks_rows_back(environment: Environment) -> None:
+    ranks = [make_index(environment, rank=rank, world_size=3) for rank in range(3)]
+    for rank, index in enumerate(ranks):
+        assert ranks[0].count() == 0
+        publish(environment, index, 1, 2, rank=rank)
+    assert ranks[0].contains(keys([1, 2])) == [True, True]
+    with environment.write() as txn:
+        blocks = ranks[1].full_keys(keys([1, 7]))
+        assert ranks[1].present(txn, blocks) == blocks[:1]
+        assert ranks[1].remove(txn, blocks) == [row(1, rank=rank) for rank in range(3)]
+        assert ranks[1].remove(txn, blocks) == []
+    for index in ranks:
+        assert index.contains(keys([1, 2])) == [False, True]
+        assert index.count() == 1
+
+
+def test_other_namespaces_blocks_can_be_removed(environment: Environment) -> None:
+    mine = make_index(environment)
+    theirs = [make_index(environment, OTHER_NAMESPACE, rank, 2) for rank in range(2)]
+    for rank, index in enumerate(theirs):
+        publish(environment, index, 1, rank=rank)
+    publish(environment, mine, 1)
+    (first, second) = oldest(environment, mine)
+    assert (first[:8], second[:8]) == (OTHER_NAMESPACE.id, NAMESPACE.id)
+    with environment.write() as txn:
+        assert mine.remove(txn, [first]) == [row(1), row(1, rank=1)]
+    assert theirs[0].contains(keys([1])) == [False]
+    assert theirs[0].count() == 0
+    assert mine.contains(keys([1])) == [True]
+
+
+def test_the_namespace_is_noted_for_people(environment: Environment) -> None:
+    make_index(environment)
+    with environment.read() as txn:
+        name = b"namespace:" + NAMESPACE.id.hex().encode()
+        text = txn.get(name, b"", db=environment.database("meta"))
+    assert b'"model": "tests/tiny"' in text
+
+
+def test_keys_of_every_length_are_apart(environment: Environment) -> None:
+    index = make_index(environment, world_size=2)
+    names = [BlockKey(bytes(length)) for length in (1, 2, 3, 4, 255, 256)]
+    with environment.write() as txn:
+        index.publish(txn, [(name, row(i)) for i, name in enumerate(names)])
+        assert index.rows(txn, names) == [row(i) for i in range(6)]
+    for wrong in (b"", bytes(257)):
+        with pytest.raises(ValueError, match="1 to 256 bytes"):
+            index.contains([BlockKey(wrong)])
+
+
+def test_a_location_that_is_too_long_is_refused(environment: Environment) -> None:
+    index = make_index(environment)
+    with pytest.raises(ValueError, match="32 bytes"), environment.write() as txn:
+        index.publish(txn, [(key(1), Row(BlockChecksum(1, 1), 0, bytes(33), 1))])
+
+
+# -------------------------------------------------------------------------------------- recency
+
+
+def test_the_oldest_come_first_and_the_end_of_a_prefix_before_its_beginning(
+    environment: Environment,
+) -> None:
+    index = make_index(environment)
+    publish(environment, index, 1, 2, 3)
+    publish(environment, index, 4, 5)
+    assert oldest(environment, index) == index.full_keys(keys([3, 2, 1, 5, 4]))
+    assert oldest(environment, index, count=2) == index.full_keys(keys([3, 2]))
+    index.touch(keys([2, 3, 99]))
+    index.flush()
+    assert oldest(environment, index) == index.full_keys(keys([1, 5, 4, 3, 2]))
+
+
+def test_a_touch_is_written_with_the_next_publish(environment: Environment) -> None:
+    index = make_index(environment)
+    publish(environment, index, 1)
+    publish(environment, index, 2)
+    index.touch(keys([1]))
+    publish(environment, index, 3)
+    assert oldest(environment, index) == index.full_keys(keys([2, 1, 3]))
+
+
+def test_classes_are_numbered_once_and_counted(environment: Environment) -> None:
+    index, other = make_index(environment), make_index(environment, OTHER_NAMESPACE)
+    with environment.write() as txn:
+        small, large = index.slot_class(txn, 0, 4096), index.slot_class(txn, 0, 8192)
+        assert index.slot_class(txn, 0, 4096) == small
+        theirs = other.slot_class(txn, 0, 4096)
+        group = index.slot_class(txn, 1, 4096)
+        assert len({small, large, theirs, group, 0}) == 5
+    publish(environment, index, 1, 2, slot_class=small)
+    publish(environment, index, 3, slot_class=large)
+    publish(environment, other, 1, slot_class=theirs)
+    with environment.write() as txn:
+        index.remove(txn, index.full_keys(keys([2])))
+        found = {one.number: one for one in index.classes(txn)}
+        assert index.oldest(txn, large, 9) == index.full_keys(keys([3]))
+    assert {n: (c.blocks, c.slot_bytes) for n, c in found.items()} == {
+        small: (1, 4096),
+        large: (1, 8192),
+        theirs: (1, 4096),
+        group: (0, 4096),
+    }
+    assert found[theirs].namespace_id == OTHER_NAMESPACE.id
+    assert found[group].oldest is None
+    ticks = [found[number].oldest for number in (small, large, theirs)]
+    assert ticks == sorted(tick for tick in ticks if tick is not None)
+
+
+def test_generations_are_never_given_twice(environment: Environment) -> None:
+    index = make_index(environment)
+    with environment.write() as txn:
+        first = index.next_generation(txn, 10)
+        assert index.next_generation(txn, 1) == first + 10
+        assert index.next_generation(txn, 1) == first + 11
+
+
+# ---------------------------------------------------------------------------------------- damage
+
+
+def test_a_damaged_row_is_a_miss_and_can_be_stored_again(environment: Environment) -> None:
+    ranks = [make_index(environment, rank=rank, world_size=2) for rank in range(2)]
+    for rank, index in enumerate(ranks):
+        publish(environment, index, 1, 2, rank=rank)
+    (full,) = ranks[0].full_keys(keys([1]))
+    damage(environment, "rows", full + b"\0\0")
+    with environment.read() as txn:
+        assert ranks[0].rows(txn, keys([1, 2])) == [None, row(2)]
+    assert ranks[0].contains(keys([1, 2])) == [False, True]
+    assert publish(environment, ranks[0], 1) == [row(1, rank=1)], "the other rank's room is free"
+    assert ranks[0].contains(keys([1, 2])) == [False, True]
+    publish(environment, ranks[1], 1, rank=1)
+    assert ranks[1].contains(keys([1, 2])) == [True, True]
+
+
+def test_a_damaged_block_record_is_a_miss_and_is_made_again(environment: Environment) -> None:
+    index = make_index(environment)
+    publish(environment, index, 1, 2)
+    (full,) = index.full_keys(keys([1]))
+    damage(environment, "blocks", full)
+    assert index.contains(keys([1, 2])) == [False, True]
+    assert list(index.scan()) == keys([2])
+    assert oldest(environment, index) == index.full_keys(keys([2]))
+    with environment.write() as txn:
+        assert index.remove(txn, [full]) == [row(1)]
+    publish(environment, index, 1)
+    assert index.contains(keys([1, 2])) == [True, True]
+
+
+def test_every_flipped_bit_of_a_row_is_found(environment: Environment) -> None:
+    packed = row(5).pack(b"name")
+    assert Row.unpack(b"name", packed) == row(5)
+    assert Row.unpack(b"nama", packed) is None
+    found = 0
+    for bit in range(len(packed) * 8):
+        flipped = bytearray(packed)
+        flipped[bit // 8] ^= 1 << bit % 8
+        found += Row.unpack(b"name", bytes(flipped)) is None
+    print(f"{found} of {len(packed) * 8} flipped bits found")
+    assert found == len(packed) * 8
+    assert Row.unpack(b"name", b"") is None
+
+
+def test_rows_that_lead_nowhere_are_dropped(environment: Environment) -> None:
+    index = make_index(environment)
+    publish(environment, index, 1, 2)
+    index.distrust(keys([1]))
+    assert index.contains(keys([1, 2])) == [False, True]
+    assert publish(environment, index, 3) == [row(1)]
+    assert index.count() == 2
+
+
+# --------------------------------------------------------------------------------------- changes
+
+
+def test_the_log_tells_what_became_whole_and_what_went(environment: Environment) -> None:
+    ranks = [make_index(environment, rank=rank, world_size=2) for rank in range(2)]
+    other = make_index(environment, OTHER_NAMESPACE)
+    start = ranks[0].changes(None)
+    assert (start.changes, start.restart) == ((), False)
+    publish(environment, ranks[0], 1, 2)
+    publish(environment, other, 1)
+    assert ranks[0].changes(start.cursor).changes == ()
+    publish(environment, ranks[1], 2, 1)
+    with environment.write() as txn:
+        ranks[0].remove(txn, ranks[0].full_keys(keys([2])))
+    batch = ranks[0].changes(start.cursor)
+    assert batch.changes == ((key(2), True), (key(1), True), (key(2), False))
+    assert ranks[0].changes(batch.cursor) == type(batch)(batch.cursor, ())
+    publish(environment, ranks[0], 3)
+    with environment.write() as txn:
+        ranks[0].remove(txn, ranks[0].full_keys(keys([3])))
+    assert ranks[0].changes(batch.cursor).changes == (), "3 was never whole"
+
+
+def test_a_log_that_was_cut_asks_for_a_restart(environment: Environment) -> None:
+    index = make_index(environment, log_entries=10)
+    cursor = index.changes(None).cursor
+    for number in range(10):
+        publish(environment, index, number)
+    assert [k for k, _ in index.changes(cursor).changes] == keys(range(10))
+    publish(environment, index, 10)
+    batch = index.changes(cursor)
+    assert (batch.changes, batch.restart) == ((), True)
+    assert index.changes(batch.cursor) == type(batch)(batch.cursor, ())
+    with environment.read() as txn:
+        assert txn.stat(environment.database("log"))["entries"] == 10
+
+
+def test_a_cursor_of_an_earlier_life_asks_for_a_restart(tmp_path: Path) -> None:
+    def life() -> tuple[int, int]:
+        environment = Environment.open(
+            tmp_path / "index", kind="test", tier="ssd", max_bytes=2**22, writable=True
+        )
+        index = make_index(environment)
+        start = index.changes(None).cursor
+        publish(environment, index, *range(5))
+        if earlier is not None:
+            assert all(index.changes(cursor).restart for cursor in earlier)
+        environment.close()
+        return start, index_cursor(tmp_path)
+
+    def index_cursor(path: Path) -> int:
+        environment = Environment.open(
+            path / "index", kind="test", tier="ssd", max_bytes=2**22, writable=True
+        )
+        cursor = make_index(environment).changes(None).cursor
+        environment.close()
+        return cursor
+
+    earlier: tuple[int, int] | None = None
+    earlier = life()
+    (tmp_path / "index" / "data.mdb").unlink()
+    life()
+
+
+def test_a_scan_goes_on_while_blocks_change(environment: Environment) -> None:
+    index = make_index(environment)
+    publish(environment, index, *range(5000))
+    scan = index.scan()
+    seen = {next(scan) for _ in range(10)}
+    with environment.write() as txn:
+        index.remove(txn, index.full_keys(keys(range(2500))))
+    seen.update(scan)
+    assert set(keys(range(2500, 5000))) <= seen <= set(keys(range(5000)))
+    print(f"{len(seen)} keys seen, 2500 of 5000 removed meanwhile")
+    assert index.count() == 2500
+
+
+# --------------------------------------------------------------------------------------- key set
+
+
+def test_the_key_set_is_a_set() -> None:
+    ours, model = KeySet(), set[bytes]()
+    choice = random.Random(3)
+    for _ in range(1500):
+        some = [choice.randrange(3000).to_bytes(4, "big") for _ in range(choice.randrange(30))]
+        if choice.random() < 0.55:
+            ours.add(some)
+            model |= set(some)
+        else:
+            ours.discard(some)
+            model -= set(some)
+        asked = [choice.randrange(3000).to_bytes(4, "big") for _ in range(20)]
+        assert ours.contains(asked) == [one in model for one in asked]
+        assert len(ours) == len(model)
+    print(f"{len(model)} keys at the end")
+    assert len(model) > 500
+
+
+def test_the_key_set_takes_at_most_40_bytes_a_key_and_bounded_room_under_churn() -> None:
+    keyset = KeySet()
+    for start in range(0, 200_000, 1000):
+        keyset.add(number.to_bytes(8, "big") for number in range(start, start + 1000))
+        if len(keyset) > 2000:
+            assert keyset.nbytes <= 40 * len(keyset)
+    largest = keyset.nbytes
+    for start in range(0, 400_000, 1000):
+        keyset.discard(number.to_bytes(8, "big") for number in range(start, start + 1000))
+        keyset.add(number.to_bytes(8, "big") for number in range(start + 200_000, start + 201_000))
+    print(f"{len(keyset)} keys in {keyset.nbytes} bytes")
+    assert len(keyset) == 200_000
+    assert keyset.nbytes <= 2 * largest
+    assert keyset.contains([]) == []

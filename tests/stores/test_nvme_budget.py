@@ -1,0 +1,264 @@
+"""Budgets are hard: capacity, free-space floor, a disk that is really full, other namespaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stores.nvme_parts import MIB, open_nvme, random_block, reserved, segment_files
+from tests.stores.store_parts import (
+    OTHER_NAMESPACE,
+    StoreArguments,
+    assert_held,
+    disk_bytes,
+    keys,
+    put,
+)
+from tiered_kv.config import SizeOrPercent
+from tiered_kv.contracts import BlockStore
+from tiered_kv.errors import ConfigError, NoSpace
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def opened() -> Iterator[list[BlockStore]]:
+    """Stores that are closed after the test."""
+    stores: list[BlockStore] = []
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def store_megabytes(store: BlockStore, total: int, first: int) -> Iterator[int]:
+    """Store blocks of 1 MiB in batches of 8; gives the next number after each batch."""
+    for number in range(first, first + total // MIB, 8):
+        blocks = [random_block(n, MIB) for n in range(number, number + 8)]
+        places = reserved(store, [block for block, _ in blocks])
+        store.write(places, [view for _, view in blocks])
+        store.publish(places)
+        yield number + 8
+
+
+def test_the_directory_never_outgrows_its_capacity(
+    tmp_path: Path, opened: list[BlockStore]
+) -> None:
+    arguments = StoreArguments(tmp_path / "tier", 64 * MIB)
+    largest = 0
+    first = 0
+    for _ in range(2):
+        store = open_nvme(arguments)
+        opened.append(store)
+        for reached in store_megabytes(store, 256 * MIB, first):
+            first = reached
+            largest = max(largest, disk_bytes(arguments.path))
+        stat = store.stat()
+        print(
+            f"{first} blocks of 1 MiB stored, {stat.blocks} held, {stat.evicted_blocks} evicted, "
+            f"at most {largest} of {arguments.capacity} bytes on the disk"
+        )
+        assert stat.blocks >= 40
+        assert stat.evicted_blocks > 0
+        assert abs(stat.used_bytes - disk_bytes(arguments.path)) < MIB
+        store.close()
+    assert largest <= arguments.capacity
+
+
+def test_what_lay_in_the_directory_before_counts(tmp_path: Path, opened: list[BlockStore]) -> None:
+    arguments = StoreArguments(tmp_path / "tier")
+    open_nvme(arguments).close()
+    (arguments.path / "notes").mkdir()
+    (arguments.path / "notes" / "old.bin").write_bytes(os.urandom(6 * MIB))
+    (arguments.path / "lost+found").mkdir()
+    store = open_nvme(arguments)
+    opened.append(store)
+    for first in range(0, 400, 8):
+        put(store, range(first, first + 8))
+    used = disk_bytes(arguments.path)
+    print(f"{store.stat().blocks} blocks held beside 6 MiB of others, {used} bytes on the disk")
+    assert used <= arguments.capacity
+    assert store.stat().used_bytes >= 6 * MIB
+    assert store.stat().blocks > 0
+    assert (arguments.path / "notes" / "old.bin").exists()
+
+
+def test_a_lowered_capacity_is_kept_from_the_next_start(
+    tmp_path: Path, opened: list[BlockStore]
+) -> None:
+    arguments = StoreArguments(tmp_path / "tier", 32 * MIB)
+    store = open_nvme(arguments)
+    for first in range(0, 384, 8):
+        put(store, range(first, first + 8))
+    before = store.stat().blocks
+    store.close()
+    store = open_nvme(arguments.with_(capacity=16 * MIB))
+    opened.append(store)
+    used = disk_bytes(arguments.path)
+    print(f"{before} blocks in 32 MiB, {store.stat().blocks} in 16 MiB, {used} bytes")
+    assert used <= 16 * MIB
+    assert_held(store, range(380, 384))
+    assert 0 < store.stat().blocks < before
+    put(store, range(1000, 1008))
+    assert_held(store, range(1000, 1008))
+
+
+def test_a_namespace_that_nobody_uses_gives_way_whole(
+    tmp_path: Path, opened: list[BlockStore]
+) -> None:
+    """Fill the tier with namespace A, then run B: B gets all of the budget."""
+    arguments = StoreArguments(tmp_path / "tier")
+    numbers = range(0, 512, 8)
+    a = open_nvme(arguments)
+    for first in numbers:
+        put(a, range(first, first + 8))
+    reached_by_a = a.stat().blocks
+    a.close()
+    b = open_nvme(arguments.with_(namespace=OTHER_NAMESPACE))
+    opened.append(b)
+    for first in numbers:
+        put(b, range(first, first + 8))
+        assert disk_bytes(arguments.path) <= arguments.capacity
+    print(f"A had reached {reached_by_a} blocks, B reached {b.stat().blocks}")
+    assert b.stat().blocks == reached_by_a
+    assert_held(b, range(504, 512))
+    a = open_nvme(arguments)
+    opened.append(a)
+    assert a.stat().blocks == 0
+    assert not any(a.contains(keys(range(512))))
+
+
+def test_two_live_namespaces_share_by_use(tmp_path: Path, opened: list[BlockStore]) -> None:
+    """A fills the tier and goes on using what it stored last; B gets the rest, not that."""
+    arguments = StoreArguments(tmp_path / "tier")
+    a = open_nvme(arguments)
+    b = open_nvme(arguments.with_(namespace=OTHER_NAMESPACE))
+    opened += [a, b]
+    for first in range(0, 512, 8):
+        put(a, range(first, first + 8))
+    reached = a.stat().blocks
+    for first in range(0, 80, 8):
+        put(b, range(first, first + 8))
+    print(f"A had {reached} blocks and keeps {a.stat().blocks}, B has {b.stat().blocks}")
+    assert_held(b, range(40, 80))
+    assert_held(a, range(480, 512))
+    assert a.stat().blocks + b.stat().blocks >= reached // 2
+    for first in range(512, 1024, 8):
+        put(a, range(first, first + 8))
+    print(f"then A stored more: {a.stat().blocks} and {b.stat().blocks}")
+    assert a.stat().blocks > b.stat().blocks
+
+
+def test_a_segment_of_other_slots_is_cut_anew(tmp_path: Path, opened: list[BlockStore]) -> None:
+    """Blocks of 64 KiB fill the tier, then blocks of 1 MiB need it, then 64 KiB again."""
+    arguments = StoreArguments(tmp_path / "tier", 32 * MIB)
+    store = open_nvme(arguments)
+    opened.append(store)
+    for first in range(0, 512, 8):
+        put(store, range(first, first + 8))
+    small = store.stat().blocks
+    for _ in store_megabytes(store, 16 * MIB, 0):
+        assert disk_bytes(arguments.path) <= arguments.capacity
+    for block, _ in (random_block(n, MIB) for n in range(8, 16)):
+        assert store.contains([block.key]) == [True]
+    for first in range(600, 1112, 8):
+        put(store, range(first, first + 8))
+        assert disk_bytes(arguments.path) <= arguments.capacity
+    assert_held(store, range(1104, 1112))
+    print(f"{small} small blocks, {store.stat().blocks} blocks after the change and back")
+
+
+def test_the_free_space_floor_is_kept(tmp_path: Path, opened: list[BlockStore]) -> None:
+    disk = os.statvfs(tmp_path)
+    free = disk.f_bavail * disk.f_frsize
+    floor = SizeOrPercent(size=free + 1024 * MIB)
+    arguments = StoreArguments(tmp_path / "tier", extra=(("min_free", floor),))
+    store = open_nvme(arguments)
+    opened.append(store)
+    with pytest.raises(NoSpace, match="min_free"):
+        put(store, [1])
+    assert store.contains(keys([1])) == [False]
+    assert segment_files(arguments.path) == []
+
+
+def test_a_floor_that_is_broken_later_leads_to_eviction(
+    tmp_path: Path, opened: list[BlockStore]
+) -> None:
+    arguments = StoreArguments(tmp_path / "tier")
+    store = open_nvme(arguments)
+    for first in range(0, 40, 8):
+        put(store, range(first, first + 8))
+    store.close()
+    size = disk_bytes(arguments.path)
+    floor = SizeOrPercent(size=2**60)
+    store = open_nvme(arguments.with_(extra=(("min_free", floor),)))
+    opened.append(store)
+    for first in range(40, 240, 8):
+        put(store, range(first, first + 8))
+        assert_held(store, range(first, first + 8))
+    stat = store.stat()
+    print(f"{stat.evicted_blocks} evicted, {stat.blocks} held, nothing grew")
+    assert stat.evicted_blocks > 0
+    assert disk_bytes(arguments.path) <= size + MIB
+
+
+def test_a_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot hold one block of 64KiB") as caught:
+        open_nvme(StoreArguments(tmp_path / "tier", 65_536))
+    assert caught.value.key == "capacity"
+    assert not (tmp_path / "tier").exists()
+
+
+def test_many_small_blocks_do_not_fill_the_index(tmp_path: Path, opened: list[BlockStore]) -> None:
+    """Blocks of one page: the index evicts ahead of need and everything goes on."""
+    arguments = StoreArguments(tmp_path / "tier", 8 * MIB)
+    store = open_nvme(arguments)
+    opened.append(store)
+    stored = 0
+    for first in range(0, 8000, 500):
+        blocks = [random_block(n, 4096) for n in range(first, first + 500)]
+        places = reserved(store, [block for block, _ in blocks])
+        store.write(places, [view for _, view in blocks])
+        store.publish(places)
+        stored += len(blocks)
+        assert all(store.contains([block.key for block, _ in blocks]))
+        assert disk_bytes(arguments.path) <= arguments.capacity
+    print(f"{stored} blocks of 4 KiB stored, {store.stat().blocks} held")
+    assert store.stat().blocks >= 500
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
+def test_a_full_disk_refuses_and_recovers(tmp_path: Path, kind: str) -> None:
+    point = tmp_path / "disk"
+    point.mkdir()
+    root = os.geteuid() == 0
+    if shutil.which("unshare") is None or (kind == "ext4" and not root):
+        pytest.skip("needs unshare, and root for a loop mount")
+    what = kind
+    if kind == "ext4":
+        if shutil.which("mkfs.ext4") is None:
+            pytest.skip("needs mkfs.ext4")
+        image = tmp_path / "image"
+        with image.open("wb") as file:
+            file.truncate(44 * MIB)
+        subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+        what = str(image)
+    unshare = ["unshare", "-m"] if root else ["unshare", "-Urm"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run(
+        [*unshare, sys.executable, "-m", "tests.stores.nvme_full_disk", str(point), what],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    print(done.stdout[-3000:])
+    assert done.returncode == 0, done.stderr

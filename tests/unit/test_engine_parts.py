@@ -1,0 +1,332 @@
+"""The transfer engine's parts alone: permits, staging, health, the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.unit.doubles import SLOT_BYTES, FastSpec, Gather, Scatter
+from tiered_kv.engine import EngineLimits, register_store_handlers
+from tiered_kv.engine.health import HealthBoard
+from tiered_kv.engine.hops import Complaints
+from tiered_kv.engine.jobs import Active, Gate
+from tiered_kv.engine.loop import LoopThread
+from tiered_kv.engine.waiting import Lease, Patience, Permits, Staging
+from tiered_kv.memory import HostBlockPool
+from tiered_kv.registry import TransferRegistry
+from tiered_kv.routing import Hop, Router, assumed_cost
+from tiered_kv.specs import CpuSpec, GpuSpec, LoadJob, Parts
+from tiered_kv.values import JobId
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(work(), 30)
+
+    asyncio.run(bounded())
+
+
+async def settle() -> None:
+    """Let everything that can go on without waiting go on."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def overdue() -> Patience:
+    return Patience(deadline=0.0)
+
+
+def test_permits_go_in_order_and_waiting_ends() -> None:
+    async def work() -> None:
+        permits = Permits(1)
+        assert await permits.take(Patience())
+        assert not await permits.take(overdue())
+        order: list[int] = []
+
+        async def queue(number: int) -> None:
+            assert await permits.take(Patience())
+            order.append(number)
+
+        tasks = [asyncio.create_task(queue(i)) for i in range(3)]
+        await settle()
+        assert order == []
+        for _ in range(3):
+            permits.give()
+            await settle()
+        assert order == [0, 1, 2]
+        await asyncio.gather(*tasks)
+        permits.give()
+        assert await permits.take(overdue())
+
+    run(work)
+
+
+def test_who_is_given_up_leaves_the_line() -> None:
+    async def work() -> None:
+        permits = Permits(0)
+        given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(permits.take(Patience(given_up=given_up)))
+        await settle()
+        given_up.set_result(None)
+        assert not await waiting
+        permits.give()
+        assert await permits.take(overdue())
+
+    run(work)
+
+
+def test_staging_serves_loads_before_stores_and_large_requests_too() -> None:
+    async def work() -> None:
+        pool = HostBlockPool(0, 4, SLOT_BYTES)
+        staging = Staging(pool, 1)
+        first = await staging.lease("fast", 3, Patience())
+        assert first is not None
+        served: list[str] = []
+        leases: list[Lease] = []
+
+        async def ask(name: str, tenant: str, count: int) -> None:
+            lease = await staging.lease(tenant, count, Patience())
+            assert lease is not None
+            served.append(name)
+            leases.append(lease)
+
+        tasks = [
+            asyncio.create_task(ask("store", Staging.STORES, 1)),
+        ]
+        await settle()
+        assert served == ["store"]
+        tasks += [
+            asyncio.create_task(ask("second store", Staging.STORES, 1)),
+            asyncio.create_task(ask("large load", "fast", 4)),
+            asyncio.create_task(ask("small load", "fast", 1)),
+        ]
+        await settle()
+        first.give_back()
+        await settle()
+        assert served == ["store"]  # the large load comes first, and holds up the rest
+        leases.pop().give_back()
+        await settle()
+        assert served == ["store", "large load"]
+        leases.pop().give_back()
+        await settle()
+        assert served == ["store", "large load", "small load", "second store"]
+        await asyncio.gather(*tasks)
+        for lease in leases:
+            lease.give_back()
+            lease.give_back()
+        assert (pool.leased, pool.stray_returns) == (0, 0)
+        pool.close()
+
+    run(work)
+
+
+def test_a_tenant_that_keeps_its_staging_leaves_the_others_theirs() -> None:
+    async def work() -> None:
+        pool = HostBlockPool(0, 4, SLOT_BYTES)
+        staging = Staging(pool, 2)
+        assert staging.group("fast", 8) == 1
+        hung = await staging.lease("fast", 2, Patience())
+        assert hung is not None
+        waiting = asyncio.create_task(staging.lease("fast", 1, Patience()))
+        await settle()
+        other = await staging.lease("slow", 2, overdue())
+        assert other is not None
+        assert not waiting.done()
+        hung.give_back(hung.slots[:1])
+        await settle()
+        more = waiting.result()
+        assert more is not None
+        for lease in (hung, other, more):
+            lease.give_back()
+        assert pool.leased == 0
+        with pytest.raises(ValueError, match="beyond the quota of 2"):
+            await staging.lease("fast", 3, Patience())
+        pool.close()
+
+    run(work)
+
+
+def test_a_waiter_that_leaves_lets_those_behind_it_go_on() -> None:
+    async def work() -> None:
+        pool = HostBlockPool(0, 2, SLOT_BYTES)
+        staging = Staging(pool, 1)
+        held = await staging.lease("fast", 1, Patience())
+        given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        large = asyncio.create_task(staging.lease("fast", 1, Patience()))
+        await settle()
+        larger = asyncio.create_task(staging.lease("slow", 2, Patience(given_up=given_up)))
+        small = asyncio.create_task(staging.lease("slow", 1, Patience()))
+        await settle()
+        assert large.done()
+        assert not small.done()
+        second = large.result()
+        assert second is not None
+        second.give_back()
+        await settle()
+        assert not small.done()
+        given_up.set_result(None)
+        await settle()
+        assert larger.result() is None
+        third = small.result()
+        for lease in (held, third):
+            assert lease is not None
+            lease.give_back()
+        assert pool.leased == 0
+        pool.close()
+
+    run(work)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def board(clock: Clock, limit: int = 2) -> tuple[HealthBoard, Hop, list[str]]:
+    registry = TransferRegistry()
+    registry.register(GpuSpec, CpuSpec, Gather, provider="doubles")
+    registry.register(CpuSpec, GpuSpec, Scatter, provider="doubles")
+    register_store_handlers(registry, FastSpec, "doubles")
+    hops = Router(registry, {"fast": FastSpec}, assumed_cost, SLOT_BYTES).hops()
+    changes: list[str] = []
+    made = HealthBoard(
+        hops,
+        limit=limit,
+        retry_after=5.0,
+        changed=lambda: changes.append("changed"),
+        clock=clock,
+    )
+    [hop] = [hop for hop in hops if hop.label == "fast->cpu"]
+    return made, hop, changes
+
+
+def test_a_hop_opens_fails_and_is_tried_again() -> None:
+    clock = Clock()
+    health, hop, changes = board(clock)
+    assert health.cost(hop).reason == "opening"
+    assert not health.cost(hop).healthy
+    health.open(hop)
+    assert health.cost(hop) == assumed_cost(hop)
+    health.failed(hop, "the disk is gone")
+    assert health.trouble(hop) == "unhealthy: the disk is gone"
+    clock.now += 4.9
+    health.refresh()
+    assert health.trouble(hop) is not None
+    clock.now += 0.1
+    health.refresh()
+    assert health.trouble(hop) is None
+    health.failed(hop, "still gone")
+    assert health.trouble(hop) == "unhealthy: still gone"
+    clock.now += 5.0
+    health.refresh()
+    began = health.began(hop)
+    health.ended(hop, began, 10, worked=True)
+    clock.now += 50.0
+    assert health.trouble(hop) is None
+    assert len(changes) >= 5
+
+
+def test_a_call_that_began_before_the_failure_does_not_heal() -> None:
+    clock = Clock()
+    health, hop, _ = board(clock)
+    health.open(hop)
+    began = health.began(hop)
+    clock.now += 1
+    health.failed(hop, "the disk is gone")
+    health.ended(hop, began, 10, worked=True)
+    assert health.trouble(hop) == "unhealthy: the disk is gone"
+
+
+def test_where_all_calls_hang_no_more_are_tried() -> None:
+    clock = Clock()
+    health, hop, _ = board(clock)
+    health.open(hop)
+    began = [health.began(hop), health.began(hop)]
+    for _ in began:
+        health.late(hop, 2.0)
+    clock.now += 100
+    health.refresh()
+    assert health.trouble(hop) == "unhealthy: all 2 calls hang"
+    assert health.returned(hop, began[0]) == pytest.approx(100.0)
+    assert health.trouble(hop) is None
+    health.returned(hop, began[1])
+    assert health.trouble(hop) is None
+
+
+def test_speeds_are_measured_over_the_time_in_which_calls_run() -> None:
+    clock = Clock()
+    health, hop, changes = board(clock)
+    health.open(hop)
+    before = len(changes)
+    for _ in range(4):
+        first, second = health.began(hop), health.began(hop)
+        clock.now += 0.5
+        health.ended(hop, first, 2**20, worked=True)
+        health.ended(hop, second, 2**20, worked=True)
+        clock.now += 60  # idle time does not count
+    cost = health.cost(hop)
+    assert cost.bytes_per_second == pytest.approx(2 * 2**21 / 1.0)
+    assert cost.reason == "measured over 8 MiB"
+    assert cost.latency_seconds == pytest.approx(0.5 - 2**20 / cost.bytes_per_second)
+    assert len(changes) > before
+    for _ in range(300):  # it becomes ten times as fast, and that shows
+        began = health.began(hop)
+        clock.now += 0.1
+        health.ended(hop, began, 4 * 2**20, worked=True)
+    assert health.cost(hop).bytes_per_second == pytest.approx(40 * 2**20, rel=0.1)
+
+
+def test_a_gate_lets_one_side_win() -> None:
+    active = Active(LoadJob(JobId(1), "r", (), Parts(()), GpuSpec(())))
+    gate = Gate(active)
+    assert gate.commit()
+    assert not gate.close()
+    other = Gate(active)
+    assert other.close()
+    assert not other.commit()
+    poisoned = Gate(active)
+    active.given_up = True
+    assert not poisoned.commit()
+    assert poisoned.close()
+
+
+def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    complaints = Complaints(clock)
+    for _ in range(10):
+        complaints.about("fast->cpu", KeyError("x"))
+    complaints.about("fast->cpu", IndexError("x"))
+    clock.now += 61
+    complaints.about("fast->cpu", KeyError("x"))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 3
+    assert "10 times since" in messages[2]
+
+
+def test_a_loop_that_was_stopped_takes_no_more_calls(caplog: pytest.LogCaptureFixture) -> None:
+    loop = LoopThread("test-loop")
+    assert loop.call(lambda: 1 / 0)
+    assert loop.stop(10)
+    assert loop.stop(0)
+    assert not loop.call(print)
+    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"load_deadline": 0}, "above 0 seconds"),
+        ({"write_behind_share": 1.5}, "not in 0..1"),
+        ({"threads_per_tier": 0}, "at least 1"),
+    ],
+)
+def test_limits_are_checked(values: dict[str, float], message: str) -> None:
+    given = {"load_deadline": 1.0, "store_deadline": 1.0, "store_queue_bytes": 1, **values}
+    with pytest.raises(ValueError, match=message):
+        EngineLimits(**given)  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""The `tiered-kv` command: its sub-commands and its exit codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tiered_kv import __version__
+from tiered_kv.cli.backends import backends
+from tiered_kv.cli.check import check
+from tiered_kv.cli.demo import demo
+from tiered_kv.cli.explain import explain
+from tiered_kv.cli.output import FAILED, REFUSED
+from tiered_kv.cli.schema import schema
+from tiered_kv.cli.vllm_args import vllm_args
+from tiered_kv.errors import RefuseToStart, TieredKVError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="tiered-kv",
+    help="Keeps the KV blocks of LLM inference in further tiers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (demo, check, explain, backends, vllm_args, schema):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tiered-kv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Keeps the KV blocks of LLM inference in further tiers."""
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 something failed, 2 wrong use or configuration."""
+    try:
+        app()
+    except RefuseToStart as error:
+        typer.echo(str(error), err=True)
+        sys.exit(REFUSED)
+    except TieredKVError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(FAILED)

@@ -1,0 +1,168 @@
+"""`tiered-kv explain`: which way blocks take, what it costs, and what the tiers may hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tiered_kv.cli.output import (
+    BlockSize,
+    Config,
+    Json,
+    Ranks,
+    bytes_text,
+    print_json,
+    print_table,
+    read_size,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from tiered_kv.config import Deployment
+    from tiered_kv.plugins import Plugins
+    from tiered_kv.routing import Chain, RouteReport
+
+__all__ = ["explain"]
+
+
+def explain(
+    config: Config, block_size: BlockSize = "2MiB", ranks: Ranks = 1, as_json: Json = False
+) -> None:
+    """Show tiers, totals and chains of a configuration. Opens nothing and writes nothing."""
+    from tiered_kv.config import load, shortages, volumes
+    from tiered_kv.plugins import Plugins
+
+    block_bytes = read_size(block_size)
+    plugins = Plugins()
+    deployment = load(config, plugins)
+    unusable = _unusable(deployment, plugins)
+    routes = _routes(deployment, plugins, unusable, block_bytes)
+    warnings = [f"tier {name!r} cannot be used: {why}" for name, why in unusable.items()]
+    warnings += shortages(volumes(deployment, ranks))
+    tiers = [_tier(deployment, place, ranks) for place in range(len(deployment.tiers))]
+    if as_json:
+        print_json(
+            {
+                "config": str(config),
+                "block_bytes": block_bytes,
+                "ranks": ranks,
+                "tiers": tiers,
+                "total_bytes": sum(tier["total_bytes"] for tier in tiers),
+                "routes": [_route(report) for report in routes],
+                "warnings": warnings,
+            }
+        )
+        return
+    print_table(
+        f"Tiers of {config}, {ranks} rank(s)",
+        ("tier", "type", "capacity", "in all", "stores", "directories"),
+        (
+            (
+                tier["name"],
+                tier["type"],
+                f"{bytes_text(tier['capacity_bytes'])} per {tier['per']}",
+                bytes_text(tier["total_bytes"]),
+                "yes" if tier["write"] else "no",
+                "\n".join(tier["directories"]) or "-",
+            )
+            for tier in tiers
+        ),
+    )
+    print_table(
+        f"Chains for a block of {bytes_text(block_bytes)}",
+        ("from", "to", "chain", "per block", "why"),
+        (row for report in routes for row in _rows(report)),
+    )
+    for message in warnings:
+        warn(message)
+
+
+def _tier(deployment: Deployment, place: int, ranks: int) -> dict[str, Any]:
+    tier = deployment.tiers[place]
+    per_rank = tier is deployment.cpu
+    return {
+        "name": tier.name,
+        "type": tier.type,
+        "capacity_bytes": tier.capacity,
+        "per": "rank" if per_rank else "machine",
+        "total_bytes": tier.capacity * ranks if per_rank else tier.capacity,
+        "write": tier in deployment.write_order,
+        "directories": [str(directory) for directory in tier.directories.values()],
+    }
+
+
+def _unusable(deployment: Deployment, plugins: Plugins) -> dict[str, str]:
+    """Why a store tier cannot be used, by its name."""
+    from tiered_kv.errors import PluginError
+
+    found: dict[str, str] = {}
+    for tier in deployment.stores:
+        try:
+            plugins.usable(tier.type)
+        except PluginError as error:
+            found[tier.name] = str(error)
+    return found
+
+
+def _routes(
+    deployment: Deployment, plugins: Plugins, unusable: dict[str, str], block_bytes: int
+) -> list[RouteReport]:
+    """Every tier, to and from the engine."""
+    from tiered_kv.engine import register_store_handlers
+    from tiered_kv.plugins import build_registry
+    from tiered_kv.routing import CPU_ENDPOINT, Hop, HopCost, Router, assumed_cost
+
+    usable = (tier.type for tier in deployment.stores if tier.name not in unusable)
+    registry = build_registry(plugins.deployed(usable))
+    specs = {tier.name: plugins.get(tier.type).spec for tier in deployment.stores}
+    stores = {name: spec for name, spec in specs.items() if spec is not None}
+    for backend, spec in {t.type: stores[t.name] for t in deployment.stores}.items():
+        register_store_handlers(registry, spec, provider=backend)
+
+    def cost(hop: Hop) -> HopCost:
+        known = assumed_cost(hop)
+        reason = unusable.get(hop.tier)
+        return known if reason is None else replace(known, healthy=False, reason=reason)
+
+    reports = Router(registry, stores, cost, block_bytes).explain()
+    if deployment.cpu is not None:
+        return list(reports)
+    return [report for report in reports if CPU_ENDPOINT not in (report.src, report.dst)]
+
+
+def _rows(report: RouteReport) -> list[tuple[str, ...]]:
+    ends = (str(report.src), str(report.dst))
+    rows: list[tuple[str, ...]] = []
+    if report.chosen is not None:
+        rows.append((*ends, *_cells(report.chosen), f"chosen: {report.chosen.reason}"))
+    elif not report.rejected:
+        rows.append((*ends, "none", "-", report.text))
+    rows.extend((*ends, *_cells(chain), f"not chosen: {why}") for chain, why in report.rejected)
+    return rows
+
+
+def _cells(chain: Chain) -> tuple[str, str]:
+    return chain.label, f"{chain.seconds_per_block * 1e6:.0f}us"
+
+
+def _route(report: RouteReport) -> dict[str, Any]:
+    chosen = report.chosen
+    return {
+        "from": str(report.src),
+        "to": str(report.dst),
+        "chain": None if chosen is None else _chain(chosen),
+        "rejected": [{**_chain(chain), "why": why} for chain, why in report.rejected],
+        "text": report.text,
+    }
+
+
+def _chain(chain: Chain) -> dict[str, Any]:
+    return {
+        "label": chain.label,
+        "hops": [
+            {"from": str(hop.src), "to": str(hop.dst), "provider": hop.provider}
+            for hop in chain.hops
+        ],
+        "seconds_per_block": chain.seconds_per_block,
+        "reason": chain.reason,
+    }

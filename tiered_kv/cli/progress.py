@@ -1,0 +1,71 @@
+"""What a long command is doing, on stderr: a live line on a terminal, else a line per step."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress import Progress as LiveProgress
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A context manager; `stages` are printed once each, steps move the bar."""
+
+    def __init__(self, steps: int) -> None:
+        """`steps` is how often `step` will be called, as far as is known."""
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live: LiveProgress | None = None
+        self._began = time.monotonic()
+        if self._console.is_terminal:
+            self._live = LiveProgress(
+                SpinnerColumn(),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._live.add_task("", total=steps)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def steps(self, total: int) -> None:
+        """Say how many steps there are, once that is known."""
+        if self._live is not None:
+            self._live.update(self._task, total=total)
+
+    def stage(self, text: str) -> None:
+        """A new stage begins; its line stays."""
+        elapsed = time.monotonic() - self._began
+        self._console.print(f"[{elapsed:5.0f} s] {text}", markup=False)
+
+    def step(self, text: str) -> None:
+        """One step is done."""
+        if self._live is None:
+            self.stage(f"  {text}")
+        else:
+            self._live.update(self._task, advance=1, description=text)

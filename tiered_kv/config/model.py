@@ -1,0 +1,289 @@
+"""What a deployment is: frozen settings, each field with description, unit and default.
+
+A backend adds a tier type by subclassing `TierSettings`:
+
+```python
+class NvmeSettings(TierSettings, frozen=True):
+    type: Literal["nvme"] = "nvme"
+    path: Directory = Field(description="Directory of the tier.")
+```
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    SerializeAsAny,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.config import JsonDict
+from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
+
+from tiered_kv.config.agreement import Disagreement, disagreements
+from tiered_kv.config.units import GIB, MIB, ByteSize, Duration
+
+__all__ = [
+    "Admit",
+    "CpuSettings",
+    "Deployment",
+    "Limits",
+    "NamespaceSettings",
+    "Placement",
+    "PolicySettings",
+    "Settings",
+    "TierSettings",
+]
+
+
+class Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """Base of every group of settings: frozen, unknown keys are errors."""
+
+
+class PolicySettings(Settings, frozen=True):
+    """Which blocks go first when a tier is full."""
+
+    type: Literal["lru"] = Field(
+        default="lru", description="lru: the least recently used block goes first."
+    )
+
+
+class TierSettings(Settings, frozen=True):
+    """Base of the settings of a tier.
+
+    A backend subclasses it (`class X(TierSettings, frozen=True)`), narrows `type` to its name,
+    and gives every further field a description and a default where there is a safe one.
+    """
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$",
+        description="Name of the tier in this file, in metrics and in messages; unique.",
+    )
+    type: str = Field(description="Medium of the tier; `tiered-kv backends` lists the types.")
+    capacity: ByteSize = Field(
+        default=4 * GIB,
+        gt=0,
+        description="Budget of the tier on this machine, everything that it keeps included.",
+    )
+
+    @property
+    def directories(self) -> dict[str, Path]:
+        """Directories that the tier keeps its data in, by the key that names them: by default
+        every field that is a path or a tuple of paths (`paths.0`, `paths.1`)."""
+        found: dict[str, Path] = {}
+        for field in type(self).model_fields:
+            value = getattr(self, field)
+            items = enumerate(value) if isinstance(value, tuple) else ()
+            found |= {f"{field}.{place}": item for place, item in items if isinstance(item, Path)}
+            if isinstance(value, Path):
+                found[field] = value
+        return found
+
+    @property
+    def writable(self) -> bool:
+        """Whether blocks may be stored in the tier; False for a tier that is read only."""
+        return True
+
+
+class CpuSettings(TierSettings, frozen=True):
+    """The host tier: a pool of block slots in the memory of each rank."""
+
+    type: Literal["cpu"] = Field(default="cpu", description="The host block pool.")
+    capacity: ByteSize = Field(
+        default=4 * GIB, gt=0, description="Size of the host block pool of each rank."
+    )
+    policy: PolicySettings = Field(
+        default=PolicySettings(), description="Which blocks go first when the pool is full."
+    )
+
+
+def _namespace(value: object) -> object:
+    if value == "auto":
+        return {}
+    if isinstance(value, str):
+        return {"name": value}
+    return value
+
+
+class NamespaceSettings(Settings, frozen=True):
+    """What is added to the fingerprint of model and engine; nothing where both are None."""
+
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Part of the namespace: deployments with different names share no block.",
+    )
+    weights: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Identity of the weights, in place of the one that is computed from the "
+        "weight files.",
+    )
+
+
+def _namespace_schema(schema: JsonDict) -> None:
+    whole = {"$ref": schema.pop("$ref", "#/$defs/NamespaceSettings")}
+    schema.update({"anyOf": [{"type": "string"}, whole], "default": "auto", "unit": "name"})
+
+
+class Admit(Settings, frozen=True):
+    """Which blocks are worth storing."""
+
+    min_uses: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="How often a block must have been wanted before it is stored.",
+        json_schema_extra={"unit": "uses"},
+    )
+
+
+class Placement(Settings, frozen=True):
+    """Where blocks are stored."""
+
+    write: tuple[str, ...] | None = Field(
+        default=None,
+        description="Names of the tiers that new blocks are stored in; by default every tier "
+        "that is not read only, in the order of `tiers`.",
+    )
+    admit: Admit = Field(default=Admit(), description="Which blocks are worth storing.")
+
+
+class Limits(Settings, frozen=True):
+    """How long things may take and how much may wait."""
+
+    load_deadline: Duration = Field(
+        default=2.0, gt=0, description="A load that takes longer is given up and recomputed."
+    )
+    store_deadline: Duration = Field(
+        default=10.0, gt=0, description="A store that takes longer is given up and forgotten."
+    )
+    lookup_wait: Duration = Field(
+        default=0.05,
+        description="How long a request waits for a block that is just being stored, or for an "
+        "index that is still being read.",
+    )
+    store_queue: ByteSize = Field(
+        default=2 * GIB,
+        gt=0,
+        description="What may wait to be written to the lower tiers, per rank; beyond it stores "
+        "to them are dropped and counted.",
+    )
+    drain: Duration = Field(
+        default=10.0, gt=0, description="How long a shutdown waits for transfers that run."
+    )
+    retry_backoff: Duration = Field(
+        default=5.0,
+        gt=0,
+        description="How long blocks of a tier that failed or was too slow are not asked for.",
+    )
+    staging: ByteSize = Field(
+        default=128 * MIB,
+        gt=0,
+        description="Host memory per rank through which blocks pass that have no slot in a cpu "
+        "tier.",
+    )
+
+
+_MAX_CHUNK = 4096
+
+
+def _chunk(value: object) -> object:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | None):
+        raise ValueError(f"{value!r} is neither auto nor a number of engine blocks")
+    if value is not None and not 1 <= value <= _MAX_CHUNK:
+        raise ValueError(f"{value} is not in 1 to {_MAX_CHUNK} engine blocks")
+    return value
+
+
+class Deployment(Settings, frozen=True):
+    """One deployment: the tiers of an engine and how they are used."""
+
+    namespace: Annotated[NamespaceSettings, BeforeValidator(_namespace)] = Field(
+        default=NamespaceSettings(),
+        json_schema_extra=_namespace_schema,
+        description="auto (the fingerprint of model and engine), or a name that is added to it, "
+        "or {name, weights}.",
+    )
+    store: Literal["prompt", "all"] = Field(
+        default="all",
+        description="prompt: blocks of prompts only; all: also those of the answers, which a "
+        "chat's next turn needs.",
+    )
+    chunk: Annotated[
+        int | None,
+        BeforeValidator(_chunk),
+        PlainSerializer(lambda chunk: chunk or "auto", when_used="json"),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"const": "auto"},
+                    {"type": "integer", "minimum": 1, "maximum": _MAX_CHUNK},
+                ],
+                "unit": "engine blocks",
+            }
+        ),
+    ] = Field(
+        default=None,
+        description="Engine blocks per block; auto (None in Python): as many as make 1MiB per "
+        "rank, at most 256 tokens.",
+        json_schema_extra={"default": "auto"},
+    )
+    tiers: tuple[SerializeAsAny[TierSettings], ...] = Field(
+        min_length=1, description="The tiers, nearest to the engine first."
+    )
+    placement: Placement = Field(default=Placement(), description="Where blocks are stored.")
+    limits: Limits = Field(
+        default=Limits(), description="How long things may take and how much may wait."
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Deployment:
+        found = disagreements(dict(enumerate(self.tiers)), self.placement.write)
+        if found:
+            raise ValidationError.from_exception_data(
+                type(self).__name__, [_line_error(problem) for problem in found]
+            )
+        return self
+
+    @property
+    def cpu(self) -> CpuSettings | None:
+        """The host tier, where one is configured."""
+        return next((tier for tier in self.tiers if isinstance(tier, CpuSettings)), None)
+
+    @property
+    def stores(self) -> tuple[TierSettings, ...]:
+        """The tiers below the host tier, in order."""
+        return tuple(tier for tier in self.tiers if not isinstance(tier, CpuSettings))
+
+    @property
+    def write_order(self) -> tuple[TierSettings, ...]:
+        """The tiers that new blocks are stored in, in order."""
+        if self.placement.write is None:
+            return tuple(tier for tier in self.tiers if tier.writable)
+        return tuple(self.tier(name) for name in self.placement.write)
+
+    def tier(self, name: str) -> TierSettings:
+        """The tier of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise KeyError(name)
+
+
+def _line_error(problem: Disagreement) -> InitErrorDetails:
+    error = PydanticCustomError("disagreement", "{problem}", {"problem": problem.message})
+    return InitErrorDetails(type=error, loc=problem.loc, input=None)

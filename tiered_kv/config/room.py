@@ -1,0 +1,115 @@
+"""How much room the tiers of a deployment may take, and how much there is.
+
+Asks file systems, so these calls may block where one hangs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiered_kv.config.model import Deployment
+from tiered_kv.config.units import readable_bytes
+from tiered_kv.errors import ConfigError
+
+__all__ = ["Volume", "existing_parent", "require_room", "shortages", "volumes"]
+
+
+@dataclass(slots=True)
+class Volume:
+    """A file system, or the machine's memory, and the tiers that share it."""
+
+    place: str
+    """A path on it, or "host memory"."""
+    free_bytes: int
+    """What is free now."""
+    held_bytes: int = 0
+    """What the tiers hold there already; it counts against their capacity."""
+    wanted_bytes: int = 0
+    """What the tiers may hold in the end."""
+    tiers: list[str] = field(default_factory=list)
+    """Their names."""
+
+    @property
+    def shortage(self) -> str | None:
+        """What is wrong if the tiers do not fit, else None."""
+        if self.wanted_bytes <= self.free_bytes + self.held_bytes:
+            return None
+        names = " and ".join(repr(tier) for tier in self.tiers)
+        noun = "tier" if len(self.tiers) == 1 else "tiers"
+        held = f" beside the {self.held_bytes} that they hold" if self.held_bytes else ""
+        return (
+            f"{noun} {names} may grow to {self.wanted_bytes} bytes "
+            f"({readable_bytes(self.wanted_bytes)}), but {self.place} has {self.free_bytes} bytes "
+            f"({readable_bytes(self.free_bytes)}) free{held}; lower capacity or make room"
+        )
+
+
+def existing_parent(directory: Path) -> Path:
+    """The directory itself, or the nearest one above it that exists."""
+    for candidate in (directory, *directory.parents):
+        try:
+            candidate.stat()
+        except OSError:  # not there, or not for us to see
+            continue
+        return candidate
+    return Path("/")
+
+
+def volumes(deployment: Deployment, ranks: int) -> list[Volume]:
+    """Every volume that a tier uses. A tier in several directories counts on the first one's."""
+    found: list[Volume] = []
+    by_device: dict[int, Volume] = {}
+    if deployment.cpu is not None:
+        host = deployment.cpu
+        wanted = host.capacity * ranks
+        found.append(Volume("host memory", _free_memory(), 0, wanted, [host.name]))
+    for tier in deployment.tiers:
+        for place, directory in enumerate(tier.directories.values()):
+            parent = existing_parent(directory)
+            device = parent.stat().st_dev
+            if device not in by_device:
+                room = os.statvfs(parent)
+                by_device[device] = Volume(str(parent), room.f_bavail * room.f_frsize)
+                found.append(by_device[device])
+            volume = by_device[device]
+            volume.held_bytes += sum(_sizes(directory))
+            if place == 0:
+                volume.wanted_bytes += tier.capacity
+                volume.tiers.append(tier.name)
+    return found
+
+
+def shortages(found: Sequence[Volume]) -> list[str]:
+    """One message per volume that is too small."""
+    return [volume.shortage for volume in found if volume.shortage is not None]
+
+
+def require_room(deployment: Deployment, ranks: int) -> None:
+    """Refuse a deployment whose tiers cannot grow to their capacities on this machine.
+
+    Raises:
+        ConfigError: one problem per volume that is too small, with its free bytes.
+    """
+    problems = tuple(shortages(volumes(deployment, ranks)))
+    if problems:
+        raise ConfigError("\n".join(problems), problems=problems)
+
+
+def _sizes(directory: Path) -> Iterator[int]:
+    """Bytes on the disk of every file below a directory; what cannot be read counts 0."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                yield Path(folder, name).lstat().st_blocks * 512
+            except OSError:  # gone, or not ours to see
+                continue
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

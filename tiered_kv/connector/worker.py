@@ -1,0 +1,376 @@
+"""The worker half: one per rank. It owns the memory and the I/O, and submits every transfer.
+
+Methods are called by the engine's model-runner thread unless said otherwise; none of them raises
+after the start, and none waits longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.connector.messages import ConnectorMetadata, FailedBlock, Handshake, WorkerReport
+from tiered_kv.connector.occupancy import OccupancyReporter
+from tiered_kv.connector.opening import StoreOpener
+from tiered_kv.contracts import BlockStore
+from tiered_kv.engine import EngineLimits, TransferEngine
+from tiered_kv.errors import TierError
+from tiered_kv.memory import HostBlockPool, KVCaches
+from tiered_kv.registry import TransferRegistry
+from tiered_kv.specs import JobResult, KeySpec, LoadJob, SlotRef, StoreJob
+from tiered_kv.stats import StatsDelta, StatsRecorder
+from tiered_kv.values import (
+    BlockStatus,
+    CacheGeometry,
+    Fingerprint,
+    GroupGeometry,
+    JobId,
+    JobKind,
+)
+
+__all__ = ["WorkerConnector", "WorkerPlan"]
+
+logger = logging.getLogger(__name__)
+
+DEFERRED_STORE_SECONDS = 0.02
+"""A deferred store that no engine step follows within this time is submitted by a timer."""
+
+FLUSH_SECONDS = 1.0
+"""Longest wait for stores whose engine blocks are about to be reused."""
+
+OPEN_WAIT_SECONDS = 1.0
+"""How long the start waits for the stores, so that a misconfigured one is refused at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What one rank is built from; made from the deployment's YAML and the engine's settings."""
+
+    fingerprint: Fingerprint
+    rank: int
+    world_size: int
+    group_layers: tuple[tuple[str, ...], ...]
+    """Layer names of each KV group."""
+    group_tokens: tuple[int, ...]
+    """Tokens per engine block of each KV group."""
+    chunk: int
+    """Engine blocks per block."""
+    host_bytes: int
+    """Capacity of the cpu tier for this rank; 0 without one."""
+    staging_bytes: int
+    tiers: Mapping[str, type[KeySpec]]
+    """Store tiers, nearest first."""
+    open_store: Callable[[str, CacheGeometry], BlockStore]
+    """Opens a tier's store for reading and writing. Called on a thread of its own."""
+    registry: TransferRegistry
+    limits: EngineLimits
+    drain_seconds: float
+
+
+class WorkerConnector:
+    """Engine-neutral worker connector. One thread calls it, except where noted."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self._plan = plan
+        self._engine: TransferEngine | None = None
+        self._pool: HostBlockPool | None = None
+        self._opener: StoreOpener | None = None
+        self._geometry: CacheGeometry | None = None
+        self._tier_slots = 0
+        self.stats = StatsRecorder(f"rank {plan.rank}")
+        self._occupancy = OccupancyReporter(self.stats)
+        self._lock = threading.Lock()
+        self._deferred: list[StoreJob] = []
+        self._timer: threading.Timer | None = None
+        self._flushed: set[JobId] = set()
+        self._open_stores: dict[str, set[JobId]] = {}
+        self._finished_requests: set[str] = set()
+        self._completed: list[JobResult] = []
+        self._refused: list[JobResult] = []
+        self._released: list[SlotRef] = []
+        self._failed_loads: list[FailedBlock] = []
+        self._failed_stores: list[FailedBlock] = []
+        self._closed = False
+
+    # Start
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take over the engine's caches: layer name -> tensor whose first dimension is blocks.
+
+        Handlers are made for the caches given here. Called once, before any job.
+
+        Raises:
+            UnsupportedError: a tensor's shape, strides or device cannot be copied safely.
+            RefuseToStart: a tier cannot be used as configured.
+        """
+        self.attach(KVCaches.from_named(kv_caches, self._plan.group_layers))
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any) -> None:
+        """Take over one tensor that holds all layers: its first dimension is blocks.
+
+        Raises:
+            UnsupportedError: the engine has several KV groups, or the tensor cannot be copied.
+            RefuseToStart: a tier cannot be used as configured.
+        """
+        self.attach(KVCaches.from_named({"all layers": kv_cache}, [["all layers"]]))
+
+    def attach(self, caches: KVCaches) -> None:
+        """Build the pool and the transfer engine for these caches, and begin to open the stores.
+
+        Raises:
+            RefuseToStart: a tier cannot be used as configured.
+        """
+        plan = self._plan
+        groups = tuple(
+            GroupGeometry(
+                index=index,
+                block_bytes=caches.block_bytes(index, plan.chunk),
+                chunk=plan.chunk,
+                tokens=tokens * plan.chunk,
+            )
+            for index, tokens in enumerate(plan.group_tokens)
+        )
+        geometry = CacheGeometry(groups, plan.rank, plan.world_size)
+        slot_bytes = geometry.slot_bytes
+        self._tier_slots = plan.host_bytes // slot_bytes
+        staging_slots = max(2, plan.staging_bytes // slot_bytes)
+        self._geometry = geometry
+        self._pool = HostBlockPool(self._tier_slots, staging_slots, slot_bytes)
+        engine = TransferEngine(
+            registry=plan.registry,
+            geometry=geometry,
+            memory=self._pool,
+            tiers=plan.tiers,
+            limits=plan.limits,
+            stats=self.stats,
+            caches=caches,
+        )
+        self._engine = engine
+        logger.info(
+            "rank %d of %d: blocks of %s bytes, %d host slots and %d staging slots of %d bytes",
+            plan.rank,
+            plan.world_size,
+            ", ".join(str(group.block_bytes) for group in groups),
+            self._tier_slots,
+            staging_slots,
+            slot_bytes,
+        )
+        self._opener = StoreOpener(
+            lambda tier: plan.open_store(tier, geometry),
+            opened=self._opened,
+            failed=engine.detach_failed,
+        )
+        try:
+            self._opener.start(tuple(plan.tiers), wait_seconds=OPEN_WAIT_SECONDS)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _opened(self, tier: str, store: BlockStore) -> None:
+        self.engine.attach(tier, store)
+        try:
+            stat = store.stat()
+        except TierError as error:
+            logger.warning("tier %s is open but cannot say how full it is: %s", tier, error)
+            return
+        if self._plan.rank == 0:  # the ranks share the stores
+            self._occupancy.add(tier, store)
+        modes = ", ".join(f"{name} {mode}" for name, mode in sorted(stat.modes.items()))
+        logger.info(
+            "tier %s is open: %d blocks, %d of %d bytes used; %s",
+            tier,
+            stat.blocks,
+            stat.used_bytes,
+            stat.capacity_bytes,
+            modes,
+        )
+
+    def handshake(self) -> Handshake:
+        """What the manager half has to know of this rank.
+
+        Raises:
+            RuntimeError: no caches were registered yet.
+        """
+        if self._geometry is None:
+            raise RuntimeError("handshake before register_kv_caches")
+        return Handshake(self._plan.fingerprint, self._geometry, self._tier_slots)
+
+    @property
+    def engine(self) -> TransferEngine:
+        """The rank's transfer engine.
+
+        Raises:
+            RuntimeError: no caches were registered yet.
+        """
+        if self._engine is None:
+            raise RuntimeError("no KV caches are registered")
+        return self._engine
+
+    # Every engine step
+
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        """Submit the deferred stores, then wait until the jobs to flush have left the engine's
+        blocks alone; what does not end in time is poisoned (never published, never written)."""
+        self._submit_deferred()
+        flush = metadata.flush
+        if not flush:
+            return
+        for job in metadata.stores:
+            if job.id in flush:
+                self._flushed.add(job.id)
+                self._submit_store(job)
+        late = self.engine.wait(flush, FLUSH_SECONDS)
+        if late:
+            logger.warning(
+                "%d transfers did not leave the engine's blocks within %g s and were given up",
+                len(late),
+                FLUSH_SECONDS,
+            )
+            self.engine.poison(late)
+
+    def start_kv_transfers(self, metadata: ConnectorMetadata) -> None:
+        """Submit the stores deferred from the step before, then this step's loads."""
+        self._submit_deferred()
+        for job in metadata.loads:
+            self._submit(job)
+
+    def prepare_store_kv(self, metadata: ConnectorMetadata) -> None:
+        """Queue this step's stores, to be submitted after the transfers that sampling waits for:
+        at the next step, or by a timer where no step follows."""
+        with self._lock:
+            for job in metadata.stores:
+                if job.id in self._flushed:
+                    self._flushed.discard(job.id)
+                    continue
+                self._deferred.append(job)
+            if self._deferred and self._timer is None and not self._closed:
+                self._timer = threading.Timer(DEFERRED_STORE_SECONDS, self._submit_deferred)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _submit_deferred(self) -> None:
+        with self._lock:
+            jobs, self._deferred = self._deferred, []
+            timer, self._timer = self._timer, None
+            if timer is not None:
+                timer.cancel()
+            for job in jobs:
+                self._submit_store(job)
+
+    def _submit_store(self, job: StoreJob) -> None:
+        self._open_stores.setdefault(job.request, set()).add(job.id)
+        self._submit(job)
+
+    def _submit(self, job: LoadJob | StoreJob) -> None:
+        try:
+            self.engine.submit(job)
+        except (ValueError, RuntimeError) as error:
+            # The inference engine must hear of every job it gave us, and of no exception.
+            logger.error("job %d of request %s was not begun: %s", job.id, job.request, error)
+            cancelled = (BlockStatus.CANCELLED,) * len(job.keys)
+            self._refused.append(
+                JobResult(job.id, job.kind, job.request, job.keys, cancelled, 0, 0.0)
+            )
+            if isinstance(job, StoreJob) and job.dst.first is not None:
+                self._released.extend(job.dst.first.slots)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Pop finished jobs.
+
+        Args:
+            finished_req_ids: requests that the engine has finished since the last call.
+
+        Returns:
+            (sent, received): requests whose last store job is done and that are finished, and
+            requests whose load is done, well or not.
+        """
+        received: set[str] = set()
+        with self._lock:
+            self._finished_requests.update(finished_req_ids)
+            refused, self._refused = self._refused, []
+            for result in (*self.engine.finished(), *refused):
+                self._completed.append(result)
+                if result.kind is JobKind.LOAD:
+                    received.add(result.request)
+                    self._failed_loads.extend(_failures(result))
+                else:
+                    self._failed_stores.extend(_failures(result))
+                    jobs = self._open_stores.get(result.request)
+                    if jobs is not None:
+                        jobs.discard(result.id)
+                        if not jobs:
+                            del self._open_stores[result.request]
+            deferred = {job.request for job in self._deferred}
+            sent = {
+                request
+                for request in self._finished_requests
+                if request not in self._open_stores and request not in deferred
+            }
+            self._finished_requests -= sent
+        return sent, received
+
+    def failed_requests(self) -> set[str]:
+        """Requests whose load failed since the last `take_report`."""
+        return {block.request for block in self._failed_loads}
+
+    def take_completed(self) -> tuple[JobResult, ...]:
+        """The jobs that `get_finished` popped since the last call; each job exactly once."""
+        completed, self._completed = self._completed, []
+        return tuple(completed)
+
+    def take_report(self) -> WorkerReport | None:
+        """News for the manager half since the last call; None if there is none."""
+        rank = self._plan.rank
+        released: Sequence[SlotRef] = (*self.engine.released(), *self._released)
+        self._released = []
+        report = WorkerReport(
+            tuple(self._failed_loads),
+            tuple(self._failed_stores),
+            tuple((rank, slot) for slot in released),
+        )
+        self._failed_loads = []
+        self._failed_stores = []
+        return report or None
+
+    def get_kv_connector_stats(self) -> StatsDelta | None:
+        """What was counted since the last call, per tier and per hop; None if nothing was."""
+        return self.stats.take()
+
+    # End
+
+    def drain(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for all transfers and all write-behind; True if done."""
+        self._submit_deferred()
+        return self.engine.drain(timeout)
+
+    def shutdown(self) -> None:
+        """Drain within the deadline, then let go of everything. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._engine is not None:
+            self._submit_deferred()
+            clean = self._engine.close(self._plan.drain_seconds)
+            if not clean:
+                logger.warning(
+                    "some blocks were not written behind within %g s at shutdown; "
+                    "they will be recomputed",
+                    self._plan.drain_seconds,
+                )
+        self._occupancy.close(timeout=1.0)
+        if self._opener is not None:
+            self._opener.close()
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _failures(result: JobResult) -> list[FailedBlock]:
+    return [
+        FailedBlock(key, status, result.request)
+        for key, status in zip(result.keys, result.statuses, strict=True)
+        if status is not BlockStatus.OK
+    ]

@@ -1,0 +1,35 @@
+"""Who owes what: the contracts between the core, its backends and third parties' plug-ins."""
+
+from tiered_kv.contracts.backend import API_VERSION, Backend, StoreContext
+from tiered_kv.contracts.handler import (
+    HandlerContext,
+    HandlerFactory,
+    HostMemory,
+    TransferHandler,
+)
+from tiered_kv.contracts.policy import EvictionPolicy
+from tiered_kv.contracts.store import (
+    BlockStore,
+    ChangeBatch,
+    NewBlock,
+    Place,
+    ReadResult,
+    StoreStat,
+)
+
+__all__ = [
+    "API_VERSION",
+    "Backend",
+    "BlockStore",
+    "ChangeBatch",
+    "EvictionPolicy",
+    "HandlerContext",
+    "HandlerFactory",
+    "HostMemory",
+    "NewBlock",
+    "Place",
+    "ReadResult",
+    "StoreContext",
+    "StoreStat",
+    "TransferHandler",
+]

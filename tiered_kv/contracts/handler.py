@@ -1,0 +1,104 @@
+"""The contract of a handler: moves the bytes of one hop between two media."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from tiered_kv.checksum import BlockChecksum
+from tiered_kv.contracts.store import BlockStore
+from tiered_kv.specs import HopResult, LoadStoreSpec, SlotRef, TransferSpec
+from tiered_kv.values import CacheGeometry
+
+__all__ = ["HandlerContext", "HandlerFactory", "HostMemory", "TransferHandler"]
+
+S_contra = TypeVar("S_contra", bound=LoadStoreSpec, contravariant=True)
+D_contra = TypeVar("D_contra", bound=LoadStoreSpec, contravariant=True)
+S = TypeVar("S", bound=LoadStoreSpec)
+D = TypeVar("D", bound=LoadStoreSpec)
+
+
+class HostMemory(Protocol):
+    """The rank's host block pool, as handlers see it.
+
+    A slot's bytes are written between `begin` and `bind`, and read only under the generation that
+    it was given out with. Each generation is bound at most once: rewriting needs a younger one. Thread-safe; none of these blocks.
+    """
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot; a multiple of the page size, page-aligned."""
+        ...
+
+    def begin(self, slot: SlotRef) -> memoryview | None:
+        """The whole slot, writable, its old content forgotten. None when a younger generation of
+        the slot was begun already: the caller's use of it is over (status CANCELLED)."""
+        ...
+
+    def bind(self, slot: SlotRef, checksum: BlockChecksum) -> bool:
+        """Declare the first `checksum.length` bytes whole. False when a younger generation was
+        begun meanwhile: the bytes are not to be used."""
+        ...
+
+    def checksum(self, slot: SlotRef) -> BlockChecksum | None:
+        """What was bound under this generation, else None."""
+        ...
+
+    def view(self, slot: SlotRef) -> memoryview | None:
+        """The bound bytes (their exact length), else None. After reading them the caller asks
+        `checksum` again: None means that they may have changed meanwhile."""
+        ...
+
+
+class TransferHandler(Protocol[S_contra, D_contra]):
+    """Moves blocks for one (source, destination) pair of one tier.
+
+    Runs inside the transfer engine's event loop. Blocking calls go to the context's executor, once
+    per call, never once per block. Cancellation, deadlines and health are the engine's work.
+    """
+
+    async def transfer(self, spec: TransferSpec[S_contra, D_contra]) -> HopResult:
+        """Move the blocks; answer per block.
+
+        Guaranteed by the caller: `src`, `dst` and `keys` are equally long; destination slots are
+        leased to this call. Owed: OK only where every byte is in place (and, for a hop that writes
+        to the engine's cache, was verified against its checksum before the first byte is
+        written). The call returns only when no copy of it can read or write the memory any more;
+        if the awaiting task is cancelled it goes on in its threads and the caller keeps the slots.
+        A handler that moves blocks between a store and the engine's cache directly asks
+        `spec.commit()` before a load's last copy and after a store's gather: False means that the
+        job was given up, and the blocks are CANCELLED and leave no trace.
+
+        Raises:
+            TierError: the whole tier does not work; counts as TIER_ERROR for every block.
+        """
+        ...
+
+    def modes(self) -> Mapping[str, str]:
+        """What is in effect, for logs, `check` and stats: `{"io": "direct"}`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of resources; no call is running. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerContext:
+    """What a handler may use; made once per pair and tier."""
+
+    geometry: CacheGeometry
+    memory: HostMemory
+    executor: Executor
+    """Bounded daemon threads of this tier alone."""
+    tier: str
+    """Name of the tier that the pair touches; "cpu" for gpu <-> cpu."""
+    store: BlockStore | None = None
+    """The tier's store, where the tier is a key-addressed store."""
+    caches: Any = None
+    """The engine's KV caches as they were registered; only gpu handlers read them."""
+
+
+HandlerFactory = Callable[[HandlerContext], TransferHandler[S, D]]

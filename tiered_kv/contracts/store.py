@@ -1,0 +1,152 @@
+"""The contract of a key-addressed store (nvme, lmdb, remote, a third party's).
+
+A store owns its space, index, budget, eviction and integrity. Whoever implements `BlockStore`
+gets the hops cpu <-> store for free.
+
+Rules for all methods:
+
+* They block, and are called from the tier's own bounded daemon threads, several at once: a store
+  is thread-safe. Several processes may have the same directory open; `contains`, `read` and
+  `publish` stay right then.
+* They take batches; an empty batch is allowed and does nothing.
+* One object serves one namespace and one rank (see `StoreContext`). A block is visible, to
+  `contains`, `scan` and `changes`, only when the parts of all ranks are published.
+* They raise `TierError` when the tier does not work, `NoSpace` when there is no room, `ValueError`
+  when the caller breaks the contract. Foreign errors are translated, `raise ... from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tiered_kv.checksum import BlockChecksum
+from tiered_kv.values import BlockKey, BlockStatus
+
+__all__ = ["BlockStore", "ChangeBatch", "NewBlock", "Place", "ReadResult", "StoreStat"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A block for which room is asked."""
+
+    key: BlockKey
+    checksum: BlockChecksum
+    """Bound at capture; it carries the length in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Room that `reserve` gave for one block. Only the store that made it reads `token`."""
+
+    block: NewBlock
+    token: object
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """What `read` found for one key."""
+
+    status: BlockStatus
+    """OK, MISSING, or TIER_ERROR for this block alone."""
+    checksum: BlockChecksum | None = None
+    """What the row says the bytes must be; set where status is OK."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeBatch:
+    """Changes of the visible keys since a cursor."""
+
+    cursor: int
+    """Hand this to the next call."""
+    changes: tuple[tuple[BlockKey, bool], ...]
+    """(key, True) added, (key, False) removed, in order."""
+    restart: bool = False
+    """The log no longer reaches back to the cursor: forget everything, `scan`, go on from here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """A snapshot of a store, all namespaces together unless said otherwise."""
+
+    blocks: int
+    """Visible blocks of this namespace."""
+    used_bytes: int
+    """Bytes on the disk that count against the budget: data, index and files found before."""
+    capacity_bytes: int
+    evicted_blocks: int
+    """Blocks evicted by this process."""
+    modes: Mapping[str, str] = field(default_factory=dict)
+    """What is in effect, for example `{"io": "direct", "durability": "none"}`."""
+
+
+class BlockStore(Protocol):
+    """See the module's docstring for the rules that hold for every method."""
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each block is visible. Never reads a value. Not called by the scheduler."""
+        ...
+
+    def reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
+        """Take room for this rank's parts, evicting whole blocks if needed.
+
+        The answer has one entry per block; None where this rank's part is already published
+        (nothing to do) . What does not fit raises: all or nothing.
+
+        Raises:
+            NoSpace: not enough can be evicted within the budget and the free-space floor.
+        """
+        ...
+
+    def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
+        """Copy the bytes to the places. `memory[i]` is contiguous, page-aligned, and its
+        `nbytes` equals the block's length; it is read only while this call runs."""
+        ...
+
+    def publish(self, places: Sequence[Place]) -> None:
+        """Make written places visible in one transaction (data first, then index, to the
+        durability that is configured). Publishing a key that another process published
+        meanwhile keeps one of the two and gives the other's room back."""
+        ...
+
+    def abandon(self, places: Sequence[Place]) -> None:
+        """Give room back; nothing was or will be visible. Never raises `TierError`."""
+        ...
+
+    def read(self, keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> list[ReadResult]:
+        """Copy this rank's parts into memory.
+
+        `memory[i]` is page-aligned and at least as long as the block may be. The caller, not the
+        store, verifies the checksum; but a row that changed while its bytes were read is MISSING.
+        A row whose length exceeds `memory[i]` is MISSING.
+        """
+        ...
+
+    def discard(self, blocks: Sequence[NewBlock]) -> int:
+        """Drop blocks (all ranks' parts) whose row still carries this checksum; how many were."""
+        ...
+
+    def delete(self, keys: Sequence[BlockKey]) -> int:
+        """Drop blocks (all ranks' parts) of this namespace; how many were there."""
+        ...
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Mark as recently used. May be batched; losing it costs hits only."""
+        ...
+
+    def scan(self) -> Iterator[BlockKey]:
+        """All visible keys of this namespace, in any order, without reading values."""
+        ...
+
+    def changes(self, cursor: int | None) -> ChangeBatch:
+        """Changes since `cursor`; with None an empty batch whose cursor is now."""
+        ...
+
+    def stat(self) -> StoreStat:
+        """A snapshot; cheap enough for every few seconds."""
+        ...
+
+    def close(self) -> None:
+        """Write what is batched, set the clean-shutdown mark, let go. Idempotent."""
+        ...

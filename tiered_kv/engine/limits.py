@@ -1,0 +1,39 @@
+"""The transfer engine's limits: every wait and every queue has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EngineLimits"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Seconds and bytes within which the engine works."""
+
+    load_deadline: float
+    """Seconds. A load that could not begin to read a block within it gives the block up, and so
+    does a read that has run for longer."""
+    store_deadline: float
+    """Seconds. The longest that a store waits for staging, and that a write to a tier may run
+    before the tier counts as hanging."""
+    store_queue_bytes: int
+    """Bytes that may wait for, or be in, write-behind, all tiers together."""
+    write_behind_share: float = 0.25
+    """Share of the host tier's slots that write-behind may hold."""
+    group_bytes: int = 4 * 2**20
+    """About how many bytes one handler call moves; at least one block."""
+    threads_per_tier: int = 4
+    """Blocking calls at once, per tier and direction."""
+    retry_after: float = 5.0
+    """Seconds until a hop that failed is tried again."""
+
+    def __post_init__(self) -> None:
+        if min(self.load_deadline, self.store_deadline, self.retry_after) <= 0:
+            raise ValueError("deadlines must be above 0 seconds")
+        if not 0 <= self.write_behind_share <= 1:
+            raise ValueError(f"write_behind_share {self.write_behind_share} is not in 0..1")
+        if min(self.group_bytes, self.threads_per_tier) < 1 or self.store_queue_bytes < 0:
+            raise ValueError(
+                "group_bytes and threads_per_tier must be at least 1, store_queue_bytes at least 0"
+            )

@@ -1,0 +1,197 @@
+"""Waiting that ends: permits and staging slots are granted first come, first served, and whoever
+waits can stop at its deadline or when its job is given up.
+
+Everything here belongs to the event loop's thread; nothing is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tiered_kv.memory import HostBlockPool
+from tiered_kv.specs import SlotRef
+
+__all__ = ["Lease", "Patience", "Permits", "Staging"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long something is waited for."""
+
+    deadline: float | None = None
+    """Time of the event loop's clock, in seconds; None: until it comes."""
+    given_up: asyncio.Future[None] | None = None
+    """Done when the job is given up."""
+
+    async def wait(self, what: asyncio.Future[T]) -> bool:
+        """Whether `what` is done; False when patience ran out first. Never cancels it."""
+        if what.done():
+            return True
+        timeout = None
+        if self.deadline is not None:
+            timeout = max(0.0, self.deadline - asyncio.get_running_loop().time())
+        waiting: set[asyncio.Future[T] | asyncio.Future[None]] = {what}
+        if self.given_up is not None:
+            waiting.add(self.given_up)
+        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return what.done()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter(Generic[T]):
+    future: asyncio.Future[T]
+    grant: Callable[[], T | None]
+    """Gives what is waited for, or None where there is too little of it."""
+    passed_over: Callable[[], bool]
+    """True where somebody behind may be served first."""
+
+
+class _Turns(Generic[T]):
+    """A line of waiters."""
+
+    def __init__(self) -> None:
+        self._line: deque[_Waiter[T]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def join(
+        self, grant: Callable[[], T | None], passed_over: Callable[[], bool] = lambda: False
+    ) -> _Waiter[T]:
+        """Stand in line."""
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), grant, passed_over)
+        self._line.append(waiter)
+        return waiter
+
+    async def wait(self, waiter: _Waiter[T], patience: Patience) -> T | None:
+        """What was granted when it was the waiter's turn; None when patience ran out."""
+        if await patience.wait(waiter.future):
+            return waiter.future.result()
+        self._line.remove(waiter)
+        return None
+
+    def serve(self) -> bool:
+        """Grant in order. A waiter that cannot be served holds up those behind it, so that large
+        requests do not starve; the answer is False then."""
+        for waiter in tuple(self._line):
+            if waiter.passed_over():
+                continue
+            granted = waiter.grant()
+            if granted is None:
+                return False
+            self._line.remove(waiter)
+            waiter.future.set_result(granted)
+        return True
+
+
+class Permits:
+    """A number of calls that may run at once."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._turns: _Turns[bool] = _Turns()
+
+    async def take(self, patience: Patience) -> bool:
+        """Wait for a permit; False when patience ran out."""
+        waiter = self._turns.join(self._grant)
+        self._turns.serve()
+        return await self._turns.wait(waiter, patience) is not None
+
+    def give(self) -> None:
+        """Give a permit back."""
+        self._free += 1
+        self._turns.serve()
+
+    def _grant(self) -> bool | None:
+        if not self._free:
+            return None
+        self._free -= 1
+        return True
+
+
+class Lease:
+    """Staging slots that one group of blocks holds."""
+
+    def __init__(self, staging: Staging, tenant: str, slots: tuple[SlotRef, ...]) -> None:
+        self.slots = slots
+        self._staging = staging
+        self._tenant = tenant
+        self._held = frozenset(slots)
+
+    def give_back(self, slots: Iterable[SlotRef] | None = None) -> None:
+        """End the lease, or a part of it. Giving a slot back again does nothing."""
+        ending = self._held if slots is None else self._held.intersection(slots)
+        self._held -= ending
+        if ending:
+            self._staging.take_back(self._tenant, tuple(ending))
+
+
+class Staging:
+    """The pool's staging slots: loads before stores, in order of asking, a quota per tenant.
+
+    A tenant is a tier that is read from, or all stores together: a tenant whose I/O hangs loses
+    its quota only. Where there are two slots or more, some can never be held by stores.
+    """
+
+    STORES = ""
+    """The tenant of all stores; no tier has an empty name."""
+
+    def __init__(self, memory: HostBlockPool, tiers: int) -> None:
+        """`tiers` is how many tiers are read from."""
+        self._memory = memory
+        total = memory.staging_slots
+        self._load_quota = max(1, total // max(1, tiers)) if total else 0
+        self._store_quota = max(1, total // 2) if total else 0
+        self._used: Counter[str] = Counter()
+        self._loads: _Turns[Lease] = _Turns()
+        self._stores: _Turns[Lease] = _Turns()
+
+    def group(self, tenant: str, blocks: int) -> int:
+        """How many blocks a group of at most `blocks` may have, so that two groups fit into the
+        tenant's quota and can overlap. 0 where there is no staging at all."""
+        quota = self._quota(tenant)
+        return min(blocks, max(1, quota // 2)) if quota else 0
+
+    async def lease(self, tenant: str, count: int, patience: Patience) -> Lease | None:
+        """Wait for `count` slots; None when patience ran out.
+
+        Raises:
+            ValueError: the tenant's quota can never hold that many.
+        """
+        quota = self._quota(tenant)
+        if count > quota:
+            raise ValueError(f"{count} staging slots are beyond the quota of {quota}")
+
+        def grant() -> Lease | None:
+            slots = self._memory.lease(count)
+            if slots is None:
+                return None
+            self._used[tenant] += count
+            return Lease(self, tenant, slots)
+
+        turns = self._stores if tenant == self.STORES else self._loads
+        waiter = turns.join(grant, lambda: self._used[tenant] + count > quota)
+        self._serve()
+        lease = await turns.wait(waiter, patience)
+        if lease is None:  # it may have held up others
+            self._serve()
+        return lease
+
+    def take_back(self, tenant: str, slots: tuple[SlotRef, ...]) -> None:
+        """Called by a lease."""
+        self._used[tenant] -= len(slots)
+        self._memory.give_back(slots)
+        self._serve()
+
+    def _quota(self, tenant: str) -> int:
+        return self._store_quota if tenant == self.STORES else self._load_quota
+
+    def _serve(self) -> None:
+        if self._loads.serve():
+            self._stores.serve()

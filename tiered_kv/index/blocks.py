@@ -1,0 +1,468 @@
+"""What lies where in one tier: rows, recency, slot classes and the change log.
+
+Databases of the environment (numbers are big-endian, so that they sort):
+
+| name | key | value |
+|---|---|---|
+| `rows` | full key, rank (2 bytes) | `Row` |
+| `blocks` | full key | `BlockRecord`: class, tick, how many ranks' rows there are |
+| `order` | class (4), tick (8), full key | nothing |
+| `log` | sequence number (8) | 1 added or 0 removed, full key |
+| `classes` | number (4); or namespace id, group (4), slot bytes (8) | `ClassRecord`; number |
+| `meta` | names | counters; a JSON object per namespace, for people |
+
+A block is logged as added when its last rank's row comes, and as removed when its first row goes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NewType
+
+from tiered_kv.contracts import ChangeBatch
+from tiered_kv.index.environment import BufferTransaction, Environment, Transaction
+from tiered_kv.index.records import BlockRecord, ClassRecord, Row
+from tiered_kv.values import BlockKey, Namespace
+
+__all__ = ["BlockIndex", "FullKey", "SlotClass"]
+
+FullKey = NewType("FullKey", bytes)
+"""Namespace id (8 bytes) + key: names a block of any namespace of the tier."""
+
+_NAMESPACE_BYTES = 8
+_RANK_BYTES = 2
+_CLASS_BYTES = 4
+_NUMBER_BYTES = 8
+_MOST_KEY_BYTES = 256
+_MOST_TOUCHED = 65_536
+_MOST_DAMAGED = 4_096
+_FLUSH_SECONDS = 1.0
+_SCAN_KEYS = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClass:
+    """Blocks that can take each other's place: one namespace, group and slot size."""
+
+    number: int
+    namespace_id: bytes
+    group: int
+    slot_bytes: int
+    blocks: int
+    """Blocks in it, whole or not."""
+    oldest: int | None
+    """Tick of the least recently used one (a smaller tick is longer ago); None when empty."""
+
+
+class BlockIndex:
+    """All blocks of one tier, bound to one namespace, rank and world size for plain keys.
+
+    Thread-safe, as far as transactions are: each belongs to the thread that began it. Methods that
+    take no `txn` begin their own and must not be called inside a write transaction.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        namespace: Namespace,
+        rank: int,
+        world_size: int,
+        *,
+        log_entries: int = 65_536,
+    ) -> None:
+        """`log_entries` is the most the change log keeps. Records the namespace's fingerprint
+        fields for people and `verify`."""
+        self._environment = environment
+        self._namespace = namespace
+        self._prefix = namespace.id
+        self._rank = rank.to_bytes(_RANK_BYTES, "big")
+        self._world_size = world_size
+        self._log_entries = log_entries
+        self._meta = environment.database("meta")
+        self._rows = environment.database("rows")
+        self._blocks = environment.database("blocks")
+        self._order = environment.database("order")
+        self._log = environment.database("log")
+        self._classes = environment.database("classes")
+        self._pending = threading.Lock()
+        self._touched: dict[FullKey, None] = {}
+        self._flushed = time.monotonic()
+        self._damaged: set[FullKey] = set()
+        if environment.writable:
+            self._introduce()
+
+    def _introduce(self) -> None:
+        """Note the namespace, and where the log begins: at a time, so that a cursor from before
+        the environment was emptied is told from one of now."""
+        name = b"namespace:" + self._prefix.hex().encode()
+        with self._environment.read() as txn:
+            known = txn.get(name, db=self._meta) and txn.get(b"log", db=self._meta)
+        if not known:
+            fields = dict(self._namespace.fingerprint.fields)
+            record = {"fields": fields, "epoch": self._namespace.epoch.hex()}
+            with self._environment.write() as txn:
+                txn.put(name, json.dumps(record).encode(), db=self._meta)
+                if txn.get(b"log", db=self._meta) is None:
+                    self._set_counter(txn, b"log", time.time_ns())
+
+    def full_keys(self, keys: Iterable[BlockKey]) -> list[FullKey]:
+        """Keys of this namespace, as the calls across namespaces take them.
+
+        Raises:
+            ValueError: a key is empty or longer than 256 bytes.
+        """
+        full = [FullKey(self._prefix + key) for key in keys]
+        for key in full:
+            if not 0 < len(key) - _NAMESPACE_BYTES <= _MOST_KEY_BYTES:
+                raise ValueError(
+                    f"a key has 1 to {_MOST_KEY_BYTES} bytes, not {len(key) - _NAMESPACE_BYTES}"
+                )
+        return full
+
+    # ---------------------------------------------------------------------------------- lookup
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each block is whole on all ranks."""
+        full = self.full_keys(keys)
+        with self._environment.read() as txn:
+            records = [self._record(txn, key) for key in full]
+        return [
+            record is not None and record.whole and key not in self._damaged
+            for key, record in zip(full, records, strict=True)
+        ]
+
+    def rows(
+        self, txn: Transaction | BufferTransaction, keys: Sequence[BlockKey]
+    ) -> list[Row | None]:
+        """This rank's rows. A row that fails its own check value is None, and its block will be
+        removed by the next `publish` or `remove`."""
+        return [self._row(txn, key, self._rank) for key in self.full_keys(keys)]
+
+    def present(self, txn: Transaction, blocks: Iterable[FullKey]) -> list[FullKey]:
+        """Those of the blocks that have a row of any rank."""
+        return [key for key in blocks if self._record(txn, key) is not None]
+
+    def distrust(self, keys: Iterable[BlockKey]) -> None:
+        """The rows of these blocks lead nowhere: they count as missing, and the blocks will be
+        removed by the next `publish` or `remove`."""
+        for key in self.full_keys(keys):
+            self._doubt(key)
+
+    def all_rows(self, txn: Transaction) -> Iterator[tuple[FullKey, int, Row]]:
+        """(block, rank, row) of every sound row of the tier, all namespaces and ranks."""
+        with txn.cursor(self._rows) as cursor:
+            for name, data in cursor:
+                row = Row.unpack(name, data)
+                if row is not None:
+                    rank = int.from_bytes(name[-_RANK_BYTES:], "big")
+                    yield FullKey(name[:-_RANK_BYTES]), rank, row
+
+    def scan(self) -> Iterator[BlockKey]:
+        """All whole blocks of this namespace. Holds no transaction while suspended."""
+        start = self._prefix
+        while start:
+            with self._environment.read() as txn:
+                found, start = self._scan_from(txn, start)
+            yield from found
+
+    def _scan_from(self, txn: Transaction, start: bytes) -> tuple[list[BlockKey], bytes]:
+        """The next keys, and where to go on; empty at the end."""
+        found: list[BlockKey] = []
+        with txn.cursor(self._blocks) as cursor:
+            more = cursor.set_range(start)
+            for _ in range(_SCAN_KEYS):
+                if not more or not cursor.key().startswith(self._prefix):
+                    return found, b""
+                name = cursor.key()
+                record = BlockRecord.unpack(name, cursor.value())
+                if record is not None and record.whole:
+                    found.append(BlockKey(name[_NAMESPACE_BYTES:]))
+                start = name + b"\0"
+                more = cursor.next()
+        return found, start
+
+    def count(self) -> int:
+        """Whole blocks of this namespace."""
+        with self._environment.read() as txn:
+            return self._counter(txn, b"whole:" + self._prefix)
+
+    def changes(self, cursor: int | None) -> ChangeBatch:
+        """See `BlockStore.changes`."""
+        with self._environment.read() as txn:
+            last = self._counter(txn, b"log")
+            if cursor is None or cursor == last:
+                return ChangeBatch(last, ())
+            with txn.cursor(self._log) as entries:
+                first = int.from_bytes(entries.key(), "big") if entries.first() else last + 1
+                if not first - 1 <= cursor < last:
+                    return ChangeBatch(last, (), restart=True)
+                entries.set_range(_number(cursor + 1))
+                found = [value for _, value in entries.iternext()]
+        mine = 1 + _NAMESPACE_BYTES
+        return ChangeBatch(
+            last,
+            tuple(
+                (BlockKey(entry[mine:]), entry[0] == 1)
+                for entry in found
+                if entry[1:mine] == self._prefix
+            ),
+        )
+
+    # ---------------------------------------------------------------------------------- change
+
+    def publish(self, txn: Transaction, blocks: Sequence[tuple[BlockKey, Row]]) -> list[Row]:
+        """Add this rank's rows. The first block of the batch becomes the most recently used.
+
+        Returns the rows whose room is to be freed: given ones that lost to a row published
+        before, and those of blocks that are dropped because a row of theirs was damaged.
+        """
+        freed = self._settle(txn)
+        full = self.full_keys(key for key, _ in blocks)
+        tick = self._advance(txn, b"tick", len(blocks)) + len(blocks)
+        for key, (_, row) in zip(full, blocks, strict=True):
+            tick -= 1
+            if self._row(txn, key, self._rank) is not None:
+                freed.append(row)
+                continue
+            self._damaged.discard(key)
+            name = key + self._rank
+            txn.put(name, row.pack(name), db=self._rows)
+            self._count_in(txn, key, row.slot_class, tick)
+        self._trim_log(txn)
+        return freed
+
+    def _count_in(self, txn: Transaction, key: FullKey, slot_class: int, tick: int) -> None:
+        """One more row of the block is there."""
+        before = self._record(txn, key)
+        if before is not None:
+            record = replace(before, tick=tick, present=before.present + 1)
+            txn.delete(_ordered(key, before), db=self._order)
+        else:
+            ranks = [rank.to_bytes(_RANK_BYTES, "big") for rank in range(self._world_size)]
+            present = sum(self._row(txn, key, rank) is not None for rank in ranks)
+            record = BlockRecord(slot_class, tick, self._world_size, present)
+            self._add_to_class(txn, slot_class, 1)
+        self._write_record(txn, key, record)
+        if record.whole:
+            self._note(txn, key, added=True)
+
+    def remove(self, txn: Transaction, blocks: Iterable[FullKey]) -> list[Row]:
+        """Remove all ranks' rows of these blocks; returns them: their room is to be freed.
+        Blocks that are not there are ignored."""
+        freed = self._settle(txn)
+        for key in blocks:
+            freed += self._remove(txn, key)
+        self._trim_log(txn)
+        return freed
+
+    def _remove(self, txn: Transaction, key: FullKey) -> list[Row]:
+        record = self._record(txn, key)
+        rows: list[Row] = []
+        for rank in range(self._world_size if record is None else record.world_size):
+            name = key + rank.to_bytes(_RANK_BYTES, "big")
+            data = txn.pop(name, db=self._rows)
+            row = None if data is None else Row.unpack(name, data)
+            if row is not None:
+                rows.append(row)
+        txn.delete(key, db=self._blocks)
+        if record is not None:
+            txn.delete(_ordered(key, record), db=self._order)
+            self._add_to_class(txn, record.slot_class, -1)
+            if record.whole:
+                self._note(txn, key, added=False)
+        return rows
+
+    def clear(self, txn: Transaction) -> None:
+        """Forget all blocks of all namespaces, where their data was lost. Whoever follows the
+        change log is asked to start again."""
+        for database in (self._rows, self._blocks, self._order, self._log):
+            txn.drop(database, delete=False)
+        for one in self.classes(txn):
+            self._add_to_class(txn, one.number, -one.blocks)
+        with txn.cursor(self._meta) as cursor:
+            counters = [name for name in cursor.iternext(values=False) if name[:6] == b"whole:"]
+        for name in counters:
+            txn.delete(name, db=self._meta)
+        self._set_counter(txn, b"log", max(time.time_ns(), self._counter(txn, b"log") + 2))
+
+    def _settle(self, txn: Transaction) -> list[Row]:
+        """Before a change: write what `touch` batched, drop what was found damaged."""
+        with self._pending:
+            touched, self._touched = self._touched, {}
+            damaged, self._damaged = self._damaged, set()
+            self._flushed = time.monotonic()
+        self._write_touched(txn, touched)
+        return [row for key in damaged for row in self._remove(txn, key)]
+
+    def oldest(self, txn: Transaction, slot_class: int, count: int) -> list[FullKey]:
+        """At most `count` blocks of a class, least recently used first (write transaction)."""
+        prefix = slot_class.to_bytes(_CLASS_BYTES, "big")
+        head = _CLASS_BYTES + _NUMBER_BYTES
+        found: list[FullKey] = []
+        astray: list[bytes] = []
+        with txn.cursor(self._order) as cursor:
+            more = cursor.set_range(prefix)
+            while more and len(found) < count and cursor.key().startswith(prefix):
+                name = cursor.key()
+                key = FullKey(name[head:])
+                record = self._record(txn, key)
+                if record is not None and _ordered(key, record) == name:
+                    found.append(key)
+                else:
+                    astray.append(name)  # its block record was damaged
+                more = cursor.next()
+        for name in astray:
+            txn.delete(name, db=self._order)
+        return found
+
+    # ------------------------------------------------------------------------------------- use
+
+    def touch(self, keys: Iterable[BlockKey]) -> None:
+        """Mark as recently used: in memory, written at most every second, or with the next
+        `publish` or `remove`. The first key becomes the most recently used."""
+        if not self._environment.writable:
+            return
+        full = self.full_keys(keys)
+        with self._pending:
+            for key in reversed(full):
+                self._touched.pop(key, None)
+                self._touched[key] = None
+            while len(self._touched) > _MOST_TOUCHED:
+                del self._touched[next(iter(self._touched))]
+            due = bool(self._touched) and time.monotonic() - self._flushed > _FLUSH_SECONDS
+        if due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what `touch` batched."""
+        with self._pending:
+            touched, self._touched = self._touched, {}
+            self._flushed = time.monotonic()
+        if touched:
+            with self._environment.write() as txn:
+                self._write_touched(txn, touched)
+
+    def _write_touched(self, txn: Transaction, touched: dict[FullKey, None]) -> None:
+        tick = self._advance(txn, b"tick", len(touched))
+        for key in touched:
+            record = self._record(txn, key)
+            if record is not None:
+                txn.delete(_ordered(key, record), db=self._order)
+                self._write_record(txn, key, replace(record, tick=tick))
+            tick += 1
+
+    # --------------------------------------------------------------------- classes and counters
+
+    def slot_class(self, txn: Transaction, group: int, slot_bytes: int) -> int:
+        """Stable number (from 1) of (this namespace, group, slot bytes); made when new, which
+        needs a write transaction. 0 is free for stores that have no classes."""
+        name = self._prefix + group.to_bytes(_CLASS_BYTES, "big") + _number(slot_bytes)
+        known = txn.get(name, db=self._classes)
+        if known is not None:
+            return int.from_bytes(known, "big")
+        number = self._advance(txn, b"class", 1) + 1
+        packed = number.to_bytes(_CLASS_BYTES, "big")
+        txn.put(name, packed, db=self._classes)
+        record = ClassRecord(self._prefix, group, slot_bytes, 0)
+        txn.put(packed, record.pack(), db=self._classes)
+        return number
+
+    def classes(self, txn: Transaction) -> list[SlotClass]:
+        """All slot classes that were ever numbered."""
+        found: list[SlotClass] = []
+        with txn.cursor(self._classes) as cursor, txn.cursor(self._order) as order:
+            for name, data in cursor:
+                if len(name) != _CLASS_BYTES:
+                    continue
+                record = ClassRecord.unpack(data)
+                oldest = None
+                if order.set_range(name) and order.key().startswith(name):
+                    tick = order.key()[_CLASS_BYTES : _CLASS_BYTES + _NUMBER_BYTES]
+                    oldest = int.from_bytes(tick, "big")
+                found.append(
+                    SlotClass(
+                        int.from_bytes(name, "big"),
+                        record.namespace_id,
+                        record.group,
+                        record.slot_bytes,
+                        record.blocks,
+                        oldest,
+                    )
+                )
+        return found
+
+    def next_generation(self, txn: Transaction, count: int) -> int:
+        """First of `count` fresh generations (never given out before in this environment)."""
+        return self._advance(txn, b"generation", count) + 1
+
+    def _add_to_class(self, txn: Transaction, slot_class: int, difference: int) -> None:
+        name = slot_class.to_bytes(_CLASS_BYTES, "big")
+        data = txn.get(name, db=self._classes)
+        if data is not None:
+            record = ClassRecord.unpack(data)
+            changed = replace(record, blocks=max(0, record.blocks + difference))
+            txn.put(name, changed.pack(), db=self._classes)
+
+    def _counter(self, txn: Transaction, name: bytes) -> int:
+        return int.from_bytes(txn.get(name, b"", db=self._meta), "big")
+
+    def _set_counter(self, txn: Transaction, name: bytes, value: int) -> None:
+        txn.put(name, _number(value), db=self._meta)
+
+    def _advance(self, txn: Transaction, name: bytes, count: int) -> int:
+        """Add to a counter; its value before."""
+        before = self._counter(txn, name)
+        if count:
+            self._set_counter(txn, name, before + count)
+        return before
+
+    # ---------------------------------------------------------------------------------- records
+
+    def _record(self, txn: Transaction, key: FullKey) -> BlockRecord | None:
+        return BlockRecord.unpack(key, txn.get(key, db=self._blocks))
+
+    def _write_record(self, txn: Transaction, key: FullKey, record: BlockRecord) -> None:
+        txn.put(key, record.pack(key), db=self._blocks)
+        txn.put(_ordered(key, record), b"", db=self._order)
+
+    def _row(self, txn: Transaction | BufferTransaction, key: FullKey, rank: bytes) -> Row | None:
+        name = key + rank
+        data = txn.get(name, db=self._rows)
+        if data is None:
+            return None
+        row = Row.unpack(name, bytes(data))
+        if row is None:
+            self._doubt(key)
+        return row
+
+    def _doubt(self, key: FullKey) -> None:
+        if len(self._damaged) < _MOST_DAMAGED:
+            self._damaged.add(key)
+
+    def _note(self, txn: Transaction, key: FullKey, *, added: bool) -> None:
+        """Write to the change log and count."""
+        number = self._advance(txn, b"log", 1) + 1
+        txn.put(_number(number), bytes([added]) + key, db=self._log)
+        counter = b"whole:" + key[:_NAMESPACE_BYTES]
+        whole = self._counter(txn, counter) + (1 if added else -1)
+        self._set_counter(txn, counter, max(0, whole))
+
+    def _trim_log(self, txn: Transaction) -> None:
+        last = self._counter(txn, b"log")
+        with txn.cursor(self._log) as cursor:
+            while cursor.first():
+                if int.from_bytes(cursor.key(), "big") > last - self._log_entries:
+                    break
+                cursor.delete()
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(_NUMBER_BYTES, "big")
+
+
+def _ordered(key: FullKey, record: BlockRecord) -> bytes:
+    return record.slot_class.to_bytes(_CLASS_BYTES, "big") + _number(record.tick) + key

@@ -1,0 +1,90 @@
+"""Which process holds reserved room, and whether it still lives."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, Self
+
+__all__ = ["Owner", "boot_id"]
+
+_PACKED = struct.Struct(">16sQIQd")
+_UNJUDGED_SECONDS = 600.0
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> bytes:
+    """16 bytes that change whenever the machine starts."""
+    text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    return bytes.fromhex(text.strip().replace("-", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, named so that another process can tell whether it still runs."""
+
+    PACKED_BYTES: ClassVar[int] = _PACKED.size
+
+    boot: bytes
+    """16 bytes, see `boot_id`."""
+    pid_namespace: int
+    """Inode of the pid namespace: a pid means nothing outside of it."""
+    pid: int
+    started: int
+    """Start of the process in clock ticks since boot; tells a reused pid."""
+    since: float
+    """Seconds since the epoch when this value was made."""
+
+    @classmethod
+    def current(cls) -> Self:
+        """This process, now."""
+        pid = os.getpid()
+        started = _started(pid)
+        return cls(boot_id(), _pid_namespace(), pid, started or 0, time.time())
+
+    def alive(self) -> bool:
+        """Whether the process still runs.
+
+        A process of another pid namespace (a container that shares the directory) can't be looked
+        up: it counts as alive for ten minutes from `since`. A wrong answer costs its owner a
+        store, nothing else, since room is asked for again in the transaction that publishes.
+        """
+        if self.boot != boot_id():
+            return False
+        if self.pid_namespace != _pid_namespace():
+            return time.time() - self.since < _UNJUDGED_SECONDS
+        return _started(self.pid) == self.started
+
+    def pack(self) -> bytes:
+        """`PACKED_BYTES` bytes for a record on disk."""
+        return _PACKED.pack(self.boot, self.pid_namespace, self.pid, self.started, self.since)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """The inverse of `pack`.
+
+        Raises:
+            ValueError: `data` has another length.
+        """
+        if len(data) != _PACKED.size:
+            raise ValueError(f"an owner is {_PACKED.size} bytes, not {len(data)}")
+        return cls(*_PACKED.unpack(data))
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _started(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat; None when no such process runs."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    # The name in parentheses may hold spaces and parentheses itself.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])

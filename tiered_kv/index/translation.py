@@ -1,0 +1,46 @@
+"""The one place where errors of LMDB and of its directory become ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import lmdb
+
+from tiered_kv.errors import NoSpace, TieredKVError, TierError
+
+__all__ = ["OutOfPages", "translated"]
+
+
+class OutOfPages(NoSpace):
+    """LMDB found no free page, in its map or on the disk.
+
+    What the last two transactions freed can't be used yet: free more, commit twice, try again.
+    """
+
+
+def translated(error: lmdb.Error | OSError, tier: str, path: Path) -> TieredKVError:
+    """What to raise from `error`, which a call on the environment in `path` gave."""
+    code = error.code if isinstance(error, lmdb.Error) else error.errno
+    if isinstance(error, lmdb.MapFullError):
+        return OutOfPages(f"tier {tier}: the budget of {path} is used up")
+    # LMDB reports a short write, which is what a full disk gives it, as EIO.
+    full = code == errno.EIO and _free_bytes(path) < 2**20
+    if full or code in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfPages(f"tier {tier}: the disk of {path} is full")
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        what = f"{error}; make it writable for uid {os.geteuid()}, or set `access: read`"
+    elif code == errno.ENOENT:
+        what = f"{error}; is its disk mounted?"
+    else:
+        what = str(error)
+    return TierError(f"tier {tier}: {path}: {what}", tier=tier)
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,423 @@
+"""What the manager knows of the host tier: which slot holds which block, and who needs it still.
+
+The life of a slot:
+
+```
+free -> storing -> ready -> (evicted | forgotten) -> free
+              \\-> failed or forgotten: orphaned until nobody needs it -> free
+```
+
+A slot is needed by the ranks that were to fill it, until each has *released* it (it neither writes
+it nor reads it for write-behind any more), and by the loads that *pin* it. Only a slot that nobody
+needs is handed out again, under the next generation. What a rank or a job reports names the slot
+with its generation: a key may have been forgotten, and stored anew elsewhere, in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tiered_kv.contracts import EvictionPolicy
+from tiered_kv.placement.lru import LruPolicy
+from tiered_kv.specs import SlotRef
+from tiered_kv.values import BlockKey
+
+__all__ = ["Allocation", "CatalogCounts", "HostCatalog", "SlotState"]
+
+
+class SlotState(Enum):
+    """What a look-up finds."""
+
+    READY = "ready"
+    """Whole on all ranks; loadable."""
+    STORING = "storing"
+    """On its way into the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What `HostCatalog.allocate` did."""
+
+    slots: Mapping[BlockKey, SlotRef]
+    """The keys that got a slot, in the order in which they were given."""
+    evicted: tuple[BlockKey, ...]
+    """Keys that had to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogCounts:
+    """A snapshot of the slots; `free`, `storing`, `resident` and `orphaned` add up to all."""
+
+    slots: int
+    free: int
+    storing: int
+    resident: int
+    """Ready blocks."""
+    orphaned: int
+    """Slots whose block is forgotten and that somebody still needs."""
+    pinned: int
+    """Slots that loads pin."""
+    held: int
+    """Slots, other than storing ones, that a rank has not released (write-behind)."""
+    leased: int
+    """Keys that a look-up protects."""
+    strays: int
+    """Reports that fitted no slot and were ignored: stale or repeated ones."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """A slot that is not free."""
+
+    ref: SlotRef
+    key: BlockKey
+    holders: set[int]
+    ready: bool = False
+    forgotten: bool = False
+    pins: int = 0
+    leases: dict[str, float] = field(default_factory=dict)
+    """Until when, by holder."""
+
+
+class HostCatalog:
+    """The slots of the host tier. Pure bookkeeping, no I/O.
+
+    Not thread-safe: the scheduler's thread alone calls it. Look-ups are O(1); `allocate` looks at
+    as many keys of the policy as it must pass over or evict.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        policy: EvictionPolicy[BlockKey] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`slots` numbered from 0; an empty `policy` of this catalog's own (least recently used
+        first, where none is given); a `clock` in seconds for leases.
+
+        Raises:
+            ValueError: `slots` is negative.
+        """
+        if slots < 0:
+            raise ValueError(f"a host tier cannot have {slots} slots")
+        self._policy: EvictionPolicy[BlockKey] = LruPolicy() if policy is None else policy
+        self._clock = clock
+        self._free = list(range(slots))
+        self._generations = [0] * slots
+        self._uses: list[_Use | None] = [None] * slots
+        self._keys: dict[BlockKey, _Use] = {}
+        self._leases: dict[str, set[BlockKey]] = {}
+        self._expiries: list[tuple[float, int, str]] = []
+        self._sequence = itertools.count()
+        self._pinned = 0
+        self._held = 0
+        self._orphaned = 0
+        self._strays = 0
+
+    # -------------------------------------------------------------------------------- questions
+
+    def lookup(self, key: BlockKey) -> SlotState | None:
+        """Whether a block is here; not counted as a use."""
+        use = self._keys.get(key)
+        if use is None:
+            return None
+        return SlotState.READY if use.ready else SlotState.STORING
+
+    def slot(self, key: BlockKey) -> SlotRef | None:
+        """Where a ready block lies, else None; `pin` keeps it there."""
+        use = self._keys.get(key)
+        return use.ref if use is not None and use.ready else None
+
+    @property
+    def slots(self) -> int:
+        """All slots of the host tier."""
+        return len(self._uses)
+
+    @property
+    def counts(self) -> CatalogCounts:
+        """A snapshot; O(leases)."""
+        self._expire()
+        resident = len(self._policy)
+        return CatalogCounts(
+            slots=len(self._uses),
+            free=len(self._free),
+            storing=len(self._keys) - resident,
+            resident=resident,
+            orphaned=self._orphaned,
+            pinned=self._pinned,
+            held=self._held,
+            leased=len({key for keys in self._leases.values() for key in keys}),
+            strays=self._strays,
+        )
+
+    @property
+    def resident(self) -> int:
+        """Ready blocks."""
+        return len(self._policy)
+
+    @property
+    def pinned(self) -> int:
+        """Slots that loads pin."""
+        return self._pinned
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody needs and that hold no block."""
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        """Slots, other than storing ones, that a rank has not released (write-behind)."""
+        return self._held
+
+    # -------------------------------------------------------------------------------- storing
+
+    def allocate(self, keys: Sequence[BlockKey], ranks: int) -> Allocation:
+        """Hand out slots to be filled by `ranks` ranks, which hold them until they release them.
+
+        Keys that are here already are left out. What does not fit is left out too, from the end
+        of `keys`: blocks of a prefix are of no use without those before. Ready blocks go in the
+        policy's order where room is needed, but none that is pinned, leased, held by a rank, or
+        among `keys`.
+
+        Raises:
+            ValueError: `ranks` is less than 1.
+        """
+        if ranks < 1:
+            raise ValueError(f"a block is filled by at least one rank, not {ranks}")
+        self._expire()
+        asked = dict.fromkeys(keys)
+        fresh = [key for key in asked if key not in self._keys]
+        evicted = self._make_room(len(fresh), asked)
+        slots: dict[BlockKey, SlotRef] = {}
+        for key in fresh[: len(self._free)]:
+            number = heapq.heappop(self._free)
+            self._generations[number] += 1
+            ref = SlotRef(number, self._generations[number])
+            use = _Use(ref, key, set(range(ranks)))
+            self._uses[number] = self._keys[key] = use
+            slots[key] = ref
+        return Allocation(slots, tuple(evicted))
+
+    def stored(self, slots: Sequence[SlotRef]) -> None:
+        """All ranks have filled these slots: their blocks can be found and loaded.
+
+        Give the blocks of a prefix in order: its end is then evicted before its beginning.
+        """
+        for use in reversed(self._find_all(slots)):
+            if use.ready or use.forgotten:
+                self._strays += use.ready
+                continue
+            use.ready = True
+            self._held += bool(use.holders)
+            self._policy.add(use.key)
+
+    def store_failed(self, slots: Sequence[SlotRef]) -> None:
+        """At least one rank could not fill these slots: their blocks are forgotten."""
+        for use in self._find_all(slots):
+            if use.ready:
+                self._strays += 1
+            else:
+                self._forget(use)
+
+    def release(self, slot: SlotRef, rank: int) -> None:
+        """A rank needs a slot no more: it neither writes nor reads it, now or later."""
+        use = self._find(slot)
+        if use is None or rank not in use.holders:
+            self._strays += use is not None
+            return
+        use.holders.remove(rank)
+        if not use.holders and (use.ready or use.forgotten):
+            self._held -= 1
+        self._reclaim(use)
+
+    # -------------------------------------------------------------------------------- loading
+
+    def pin(self, keys: Sequence[BlockKey]) -> tuple[SlotRef, ...]:
+        """Keep blocks in their slots until `unpin`; counted, and counts as a use. All or none.
+
+        Raises:
+            KeyError: a key is not here, or not ready.
+        """
+        uses = [self._keys[key] for key in keys]
+        for use in uses:
+            if not use.ready:
+                raise KeyError(use.key)
+        for use in reversed(uses):
+            self._pinned += use.pins == 0
+            use.pins += 1
+            self._policy.use(use.key)
+        return tuple(use.ref for use in uses)
+
+    def unpin(self, slots: Sequence[SlotRef]) -> None:
+        """End one pin on each of these slots."""
+        for slot in slots:
+            use = self._find(slot)
+            if use is None or use.pins == 0:
+                self._strays += use is not None
+                continue
+            use.pins -= 1
+            self._pinned -= use.pins == 0
+            self._reclaim(use)
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Count as used; blocks of a prefix in order. Keys that are not ready are ignored."""
+        for key in reversed(keys):
+            self._policy.use(key)
+
+    # -------------------------------------------------------------------------------- leases
+
+    def lease(self, keys: Iterable[BlockKey], holder: str, until: float) -> None:
+        """Protect blocks from eviction until a time of the clock, on behalf of `holder` (a
+        request). Adds to the holder's leases; keys that are not here are ignored."""
+        mine = self._leases.setdefault(holder, set())
+        for key in keys:
+            use = self._keys.get(key)
+            if use is not None:
+                use.leases[holder] = max(until, use.leases.get(holder, until))
+                mine.add(key)
+        if mine:
+            heapq.heappush(self._expiries, (until, next(self._sequence), holder))
+        else:
+            del self._leases[holder]
+
+    def end_lease(self, holder: str) -> None:
+        """End all leases of a holder; an unknown one is ignored."""
+        for key in self._leases.pop(holder, ()):
+            use = self._keys.get(key)
+            if use is not None:
+                use.leases.pop(holder, None)
+
+    # -------------------------------------------------------------------------------- forgetting
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks are not to be found any more (a bad one, for example); unknown keys are
+        ignored. Slots that somebody needs stay out of use until nobody does."""
+        for key in keys:
+            use = self._keys.get(key)
+            if use is not None:
+                self._forget(use)
+
+    def reset(self) -> None:
+        """Forget everything. Slots in flight stay out of use until nobody needs them."""
+        self.forget(list(self._keys))
+        self._expiries.clear()
+
+    # -------------------------------------------------------------------------------- auditing
+
+    def audit(self) -> tuple[str, ...]:
+        """What is wrong with the books, in words; empty in a sound program. O(slots)."""
+        wrong: list[str] = []
+        uses = [use for use in self._uses if use is not None]
+        expected = {
+            "free and used slots": (len(self._free) + len(uses), len(self._uses)),
+            "free slots": (len(set(self._free)), len(self._free)),
+            "known and orphaned slots": (len(self._keys) + self._orphaned, len(uses)),
+            "orphaned": (self._orphaned, sum(use.forgotten for use in uses)),
+            "pinned": (self._pinned, sum(use.pins > 0 for use in uses)),
+            "held": (
+                self._held,
+                sum(bool(use.holders) and (use.ready or use.forgotten) for use in uses),
+            ),
+            "resident": (len(self._policy), sum(u.ready and not u.forgotten for u in uses)),
+        }
+        for what, (counted, found) in expected.items():
+            if counted != found:
+                wrong.append(f"{what}: counted {counted}, found {found}")
+        for number in self._free:
+            if self._uses[number] is not None:
+                wrong.append(f"slot {number} is free and in use")
+        for number, use in enumerate(self._uses):
+            if use is not None:
+                wrong.extend(self._audit_use(number, use))
+        for holder, keys in self._leases.items():
+            for key in keys:
+                if key not in self._keys or holder not in self._keys[key].leases:
+                    wrong.append(f"{holder} leases {key!r}, which does not know of it")
+        return tuple(wrong)
+
+    def _audit_use(self, number: int, use: _Use) -> Iterable[str]:
+        if use.ref != SlotRef(number, self._generations[number]):
+            yield f"slot {number} is used under {use.ref}"
+        if use.pins < 0:
+            yield f"slot {number} has {use.pins} pins"
+        if use.forgotten and not use.holders and not use.pins:
+            yield f"slot {number} is orphaned, and nobody needs it"
+        if use.forgotten == (self._keys.get(use.key) is use):
+            yield f"slot {number}: its key {use.key!r} is known, and forgotten, or neither"
+        for holder in use.leases:
+            if use.key not in self._leases.get(holder, ()):
+                yield f"slot {number} is leased by {holder}, who does not know of it"
+
+    # -------------------------------------------------------------------------------- inside
+
+    def _find(self, slot: SlotRef) -> _Use | None:
+        """The use that this reference names; a stale or unknown one is counted."""
+        if 0 <= slot.number < len(self._uses):
+            use = self._uses[slot.number]
+            if use is not None and use.ref.generation == slot.generation:
+                return use
+        self._strays += 1
+        return None
+
+    def _find_all(self, slots: Iterable[SlotRef]) -> list[_Use]:
+        return [use for slot in slots if (use := self._find(slot)) is not None]
+
+    def _make_room(self, wanted: int, keep: Mapping[BlockKey, None]) -> list[BlockKey]:
+        missing = wanted - len(self._free)
+        if missing <= 0:
+            return []
+        victims: list[BlockKey] = []
+        for key in self._policy.victims():
+            use = self._keys[key]
+            if not (use.pins or use.holders or use.leases or key in keep):
+                victims.append(key)
+                if len(victims) == missing:
+                    break
+        for key in victims:
+            self._forget(self._keys[key])
+        return victims
+
+    def _forget(self, use: _Use) -> None:
+        if use.forgotten:
+            return
+        del self._keys[use.key]
+        if use.ready:
+            self._policy.remove(use.key)
+        else:
+            self._held += bool(use.holders)
+        for holder in use.leases:
+            keys = self._leases[holder]
+            keys.remove(use.key)
+            if not keys:
+                del self._leases[holder]
+        use.leases.clear()
+        use.forgotten = True
+        self._orphaned += 1
+        self._reclaim(use)
+
+    def _reclaim(self, use: _Use) -> None:
+        if use.forgotten and not use.holders and not use.pins:
+            self._orphaned -= 1
+            self._uses[use.ref.number] = None
+            heapq.heappush(self._free, use.ref.number)
+
+    def _expire(self) -> None:
+        """Drop the leases that have run out."""
+        now = self._clock()
+        while self._expiries and self._expiries[0][0] <= now:
+            holder = heapq.heappop(self._expiries)[2]
+            keys = self._leases.get(holder, set())
+            for key in list(keys):
+                leases = self._keys[key].leases
+                if leases[holder] <= now:
+                    del leases[holder]
+                    keys.remove(key)
+            if not keys:
+                self._leases.pop(holder, None)

@@ -1,0 +1,351 @@
+"""Finds backends through the entry-point group `tiered_kv.backends`.
+
+Entry points are read on first use and one backend is loaded when it is asked for. A backend that
+cannot be loaded stays in the list with its reason; only a deployment that names it fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, Literal, get_args, get_origin
+
+from tiered_kv.config import TierSettings
+from tiered_kv.contracts import API_VERSION, Backend
+from tiered_kv.errors import PluginError
+from tiered_kv.registry import TransferRegistry
+from tiered_kv.specs import CpuSpec, GpuSpec, KeySpec
+
+__all__ = ["GROUP", "Availability", "Plugins", "build_registry"]
+
+GROUP = "tiered_kv.backends"
+"""The entry-point group. The entry point's name is the backend's name."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+_CORE_NAMES = (CpuSpec.medium,)
+_CORE_MEDIA = (CpuSpec.medium, GpuSpec.medium)
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """One line of `tiered-kv backends`."""
+
+    name: str
+    distribution: str
+    """Name of the package that announces it, "unknown" where that is not recorded."""
+    version: str
+    """Version of the distribution."""
+    medium: str | None
+    """None where the backend cannot be loaded."""
+    description: str
+    available: bool
+    tier: bool
+    """Whether it can be the `type` of a tier; others bring handlers only."""
+    reason: str | None = None
+    """Why it is not available."""
+    hint: str | None = None
+    """What to do about it."""
+
+
+class Plugins:
+    """The backends that are installed. Thread-safe.
+
+    Fulfils `tiered_kv.config.TierTypes`.
+    """
+
+    def __init__(self, discover: Callable[[], Iterable[EntryPoint]] | None = None) -> None:
+        """Read nothing yet; `discover` gives the entry points, by default the installed ones."""
+        self._discover = discover if discover is not None else _installed
+        self._lock = threading.RLock()
+        self._found: dict[str, list[EntryPoint]] | None = None
+        self._loaded: dict[str, Backend | PluginError] = {}
+
+    def refresh(self) -> None:
+        """Forget what was found and loaded; packages that are imported stay imported."""
+        with self._lock:
+            self._found = None
+            self._loaded.clear()
+
+    def all_names(self) -> tuple[str, ...]:
+        """Names of every backend that is announced, sorted; loads none."""
+        return tuple(sorted(self._entries()))
+
+    def names(self) -> tuple[str, ...]:
+        """Names that the `type` of a tier may have: every backend but those known to bring no
+        tier. Loads every backend."""
+        return tuple(name for name in self.all_names() if self._may_be_tier(name))
+
+    def get(self, name: str) -> Backend:
+        """Load a backend. What it needs at run time may be missing; see `usable`.
+
+        Raises:
+            KeyError: none of this name is announced.
+            PluginError: it cannot be loaded, has the wrong shape, or two packages claim the name.
+        """
+        with self._lock:
+            if name not in self._loaded:
+                try:
+                    self._loaded[name] = _load(name, self._entries()[name])
+                except PluginError as error:
+                    self._loaded[name] = error
+            loaded = self._loaded[name]
+        if isinstance(loaded, PluginError):
+            raise PluginError(str(loaded)) from loaded
+        return loaded
+
+    def usable(self, name: str) -> Backend:
+        """Load a backend that is going to be used.
+
+        Raises:
+            PluginError: as for `get`; or it is not announced, or a package that it needs is not
+                installed (the message says which).
+        """
+        try:
+            backend = self.get(name)
+        except KeyError:
+            raise PluginError(f"there is no backend {name!r}; {self._nearest(name)}") from None
+        missing = _missing(backend)
+        if missing:
+            raise PluginError(f"backend {name!r} {_needs(missing)}; {_hint(missing)}")
+        return backend
+
+    def settings(self, name: str) -> type[TierSettings]:
+        """The settings model of a tier type.
+
+        Raises:
+            KeyError: no backend of this name is announced.
+            PluginError: it cannot be loaded or its settings have the wrong shape.
+        """
+        backend = self.get(name)
+        if backend.settings is None:
+            raise PluginError(f"backend {name!r} cannot be a tier: it only brings handlers")
+        return _checked_settings(backend, backend.settings)
+
+    def deployed(self, types: Iterable[str]) -> dict[str, Backend]:
+        """The backends that a deployment needs, by name: those of its tiers' types (`cpu`, the
+        core's own, is skipped), and every other usable one that brings handlers but no tier.
+
+        Raises:
+            PluginError: one of `types` is not usable.
+        """
+        wanted = {name: self.usable(name) for name in dict.fromkeys(types) if name != "cpu"}
+        for name in self.all_names():
+            if name in wanted:
+                continue
+            try:
+                backend = self.usable(name)
+            except PluginError:
+                continue  # nothing here names it; `report` has the reason
+            if backend.settings is None:
+                wanted[name] = backend
+        return wanted
+
+    def report(self) -> tuple[Availability, ...]:
+        """Every announced backend, usable or not, with the reason."""
+        return tuple(self._availability(name) for name in self.all_names())
+
+    def _availability(self, name: str) -> Availability:
+        entries = self._entries()[name]
+        distribution = ", ".join(_distribution(entry) for entry in entries)
+        version = ", ".join(entry.dist.version if entry.dist else "unknown" for entry in entries)
+        try:
+            backend = self.get(name)
+            if backend.settings is not None:
+                _checked_settings(backend, backend.settings)
+        except PluginError as error:
+            hint = "update or uninstall one of the packages named in the reason"
+            return Availability(
+                name, distribution, version, None, "", False, True, str(error), hint
+            )
+        missing = _missing(backend)
+        return Availability(
+            name=name,
+            distribution=distribution,
+            version=version,
+            medium=backend.medium,
+            description=backend.description,
+            available=not missing,
+            tier=backend.settings is not None,
+            reason=_needs(missing) if missing else None,
+            hint=_hint(missing) if missing else None,
+        )
+
+    def _may_be_tier(self, name: str) -> bool:
+        try:
+            return self.get(name).settings is not None
+        except PluginError:
+            return True
+
+    def _nearest(self, name: str) -> str:
+        names = self.all_names()
+        near = get_close_matches(name, names, 1)
+        every = f"installed are {', '.join(names)}" if names else "none is installed"
+        return f"did you mean {near[0]!r}? ({every})" if near else every
+
+    def _entries(self) -> dict[str, list[EntryPoint]]:
+        with self._lock:
+            if self._found is None:
+                self._found = {}
+                for entry in self._discover():
+                    self._found.setdefault(entry.name, []).append(entry)
+            return self._found
+
+
+def build_registry(backends: Mapping[str, Backend]) -> TransferRegistry:
+    """A new registry with the handlers that these backends register themselves.
+
+    Raises:
+        PluginError: two of them claim one pair or medium, or registering failed.
+    """
+    registry = TransferRegistry()
+    for name, backend in backends.items():
+        if backend.register is None:
+            continue
+        try:
+            backend.register(registry)
+        except PluginError:
+            raise
+        except Exception as error:  # a plug-in may raise anything, and it was asked for
+            raise PluginError(
+                f"backend {name!r} failed to register its handlers: {_said(error)}"
+            ) from error
+    return registry
+
+
+def _installed() -> Iterable[EntryPoint]:
+    return entry_points(group=GROUP)
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "unknown"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _load(name: str, entries: list[EntryPoint]) -> Backend:
+    if len(entries) > 1:
+        claims = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in entries)
+        raise PluginError(f"backend {name!r} is claimed by {claims}; uninstall one of them")
+    entry = entries[0]
+    origin = f"backend {name!r} of {_distribution(entry)} ({entry.value})"
+    try:
+        loaded: object = entry.load()
+    except Exception as error:  # importing foreign code may raise anything
+        raise PluginError(f"{origin} cannot be loaded: {_said(error)}") from error
+    if not isinstance(loaded, Backend):
+        raise PluginError(
+            f"{origin} is a {type(loaded).__qualname__}; expected a tiered_kv.contracts.Backend"
+        )
+    for problem in _shape_problems(name, loaded):
+        raise PluginError(f"{origin} {problem}")
+    return loaded
+
+
+def _shape_problems(name: str, loaded: Backend) -> Iterable[str]:
+    """What is wrong with a descriptor, gravest first."""
+    if loaded.api_version != API_VERSION:
+        older = "the package" if loaded.api_version < API_VERSION else "tiered-kv"
+        yield (
+            f"was made for API version {loaded.api_version}; this tiered-kv has API version "
+            f"{API_VERSION}; update {older}"
+        )
+    if loaded.name != name:
+        yield f"calls itself {loaded.name!r}; entry point and backend must have one name"
+    if not _NAME.fullmatch(name) or name in _CORE_NAMES:
+        yield "has a name that no tier type may have: a-z, 0-9, _ and -, and not cpu"
+    store = (loaded.settings, loaded.spec, loaded.open_store)
+    if any(part is not None for part in store) and None in store:
+        yield "must bring settings, spec and open_store together, or none of them"
+    if None in store and loaded.register is None:
+        yield "brings neither a store (settings, spec, open_store) nor handlers (register)"
+    yield from _spec_problems(loaded)
+    for field, arguments, expected in (
+        ("settings", (), "settings() -> type[TierSettings]"),
+        ("open_store", (None,), "open_store(context: StoreContext) -> BlockStore"),
+        ("register", (None,), "register(registry: TransferRegistry) -> None"),
+    ):
+        yield from _call_problems(field, getattr(loaded, field), arguments, expected)
+
+
+def _spec_problems(backend: Backend) -> Iterable[str]:
+    spec: object = backend.spec
+    if spec is None:
+        return
+    if not (isinstance(spec, type) and issubclass(spec, KeySpec)) or spec is KeySpec:
+        yield f"has the spec {spec!r}; expected a subclass of tiered_kv.specs.KeySpec of its own"
+    elif "medium" not in vars(spec):
+        yield f"has a spec, {spec.__qualname__}, that does not set `medium` itself"
+    elif spec.medium != backend.medium:
+        yield f"has medium {backend.medium!r}, but its spec has {spec.medium!r}"
+    elif spec.medium in _CORE_MEDIA:
+        yield f"claims the medium {spec.medium!r}, which is the core's own"
+
+
+def _call_problems(
+    field: str, given: object, arguments: tuple[None, ...], expected: str
+) -> Iterable[str]:
+    if given is None:
+        return
+    if not callable(given):
+        yield f"has a {field} that cannot be called; expected {expected}"
+        return
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        yield f"has {field}{signature}; expected {expected}"
+
+
+def _checked_settings(backend: Backend, give: Callable[[], Any]) -> type[TierSettings]:
+    origin = f"backend {backend.name!r}"
+    try:
+        model: object = give()
+    except Exception as error:  # foreign code may raise anything, and it was asked for
+        raise PluginError(f"{origin} cannot give its settings: {_said(error)}") from error
+    if not (isinstance(model, type) and issubclass(model, TierSettings)):
+        raise PluginError(
+            f"{origin} has the settings {model!r}; expected a subclass of "
+            "tiered_kv.config.TierSettings"
+        )
+    annotation = model.model_fields["type"].annotation
+    if get_origin(annotation) is not Literal or get_args(annotation) != (backend.name,):
+        raise PluginError(
+            f"{origin} has settings, {model.__qualname__}, without "
+            f'`type: Literal["{backend.name}"] = "{backend.name}"`'
+        )
+    if model.model_config.get("extra") != "forbid" or not model.model_config.get("frozen"):
+        raise PluginError(
+            f"{origin} has settings, {model.__qualname__}, that are not frozen or allow unknown "
+            "keys; keep what TierSettings sets"
+        )
+    return model
+
+
+def _missing(backend: Backend) -> tuple[tuple[str, str], ...]:
+    return tuple(needed for needed in backend.requires if not _importable(needed[0]))
+
+
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent that fails, or a module without a spec
+        return False
+
+
+def _needs(missing: tuple[tuple[str, str], ...]) -> str:
+    return f"needs {', '.join(module for module, _ in missing)}, which is not installed"
+
+
+def _hint(missing: tuple[tuple[str, str], ...]) -> str:
+    return "pip install " + " ".join(f"'{package}'" for _, package in missing)

@@ -1,0 +1,165 @@
+"""Counts what happens, from any thread."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tiered_kv.specs import HopResult, JobResult
+from tiered_kv.stats.metrics import METRICS, Series, TierState, series_of
+from tiered_kv.stats.snapshot import (
+    GaugeValue,
+    HistogramValue,
+    StatsDelta,
+    StatsSnapshot,
+    add_histograms,
+)
+from tiered_kv.values import BlockStatus
+
+__all__ = ["StatsRecorder"]
+
+S = TypeVar("S", bound=StatsSnapshot)
+
+
+class StatsRecorder:
+    """Counts. Thread-safe; every call takes microseconds and never blocks on I/O."""
+
+    def __init__(self, source: str, *, clock: Callable[[], float] = time.time) -> None:
+        """`source` names this process in gauges; `clock` gives seconds since the epoch."""
+        self._source = source
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._total = _Sums()
+        self._since = _Sums()
+
+    def hop(self, src: str, dst: str, tier: str, result: HopResult, seconds: float) -> None:
+        """One call of a hop's handler (`src` and `dst` are media) has returned.
+
+        A call that raised is recorded as a result whose blocks carry the status that was made of
+        the error.
+        """
+        labels = (src, dst, tier)
+        moved = sum(status is BlockStatus.OK for status in result.statuses)
+        with self._lock:
+            self._add("hop_operations_total", labels, 1)
+            self._add("hop_blocks_total", labels, moved)
+            self._add("hop_bytes_total", labels, result.copied_bytes)
+            self._add("hop_seconds_total", labels, seconds)
+            for status in result.statuses:
+                if status is not BlockStatus.OK:
+                    self._add("hop_failures_total", (*labels, status.value), 1)
+
+    def job(self, result: JobResult) -> None:
+        """A job has ended."""
+        good = sum(status is BlockStatus.OK for status in result.statuses)
+        outcome = "ok" if result.ok else "partial" if good else "failed"
+        kind = (result.kind.value,)
+        with self._lock:
+            self._add("jobs_total", (*kind, outcome), 1)
+            self._add("job_bytes_total", kind, result.copied_bytes)
+            self._add("job_seconds_total", kind, result.seconds)
+            self._observe("job_duration_seconds", kind, result.seconds)
+
+    def lookup(self, tier: str, *, hits: int, misses: int) -> None:
+        """Blocks were looked up in a tier."""
+        with self._lock:
+            self._add("tier_hits_total", (tier,), hits)
+            self._add("tier_misses_total", (tier,), misses)
+
+    def evicted(self, tier: str, blocks: int) -> None:
+        """Blocks were evicted from a tier."""
+        with self._lock:
+            self._add("tier_evicted_blocks_total", (tier,), blocks)
+
+    def dropped(self, tier: str, reason: str, blocks: int) -> None:
+        """Blocks were to be stored in a tier and were not; `reason` is one short word."""
+        with self._lock:
+            self._add("tier_dropped_blocks_total", (tier, reason), blocks)
+
+    def occupancy(
+        self,
+        tier: str,
+        *,
+        resident_blocks: int,
+        used_bytes: int,
+        capacity_bytes: int,
+        pinned_blocks: int | None = None,
+    ) -> None:
+        """How full a tier is now."""
+        with self._lock:
+            self._set("tier_resident_blocks", (tier,), resident_blocks)
+            self._set("tier_used_bytes", (tier,), used_bytes)
+            self._set("tier_capacity_bytes", (tier,), capacity_bytes)
+            if pinned_blocks is not None:
+                self._set("tier_pinned_blocks", (tier,), pinned_blocks)
+
+    def write_behind(self, tier: str, *, blocks: int, bytes_: int) -> None:
+        """What waits to be written to a tier now."""
+        with self._lock:
+            self._set("write_behind_blocks", (tier,), blocks)
+            self._set("write_behind_bytes", (tier,), bytes_)
+
+    def state(self, tier: str, state: TierState) -> None:
+        """The state that a tier is in now."""
+        with self._lock:
+            for each in TierState:
+                self._set("tier_state", (tier, each.value), int(each is state))
+
+    def snapshot(self) -> StatsSnapshot:
+        """Everything since this recorder was made."""
+        with self._lock:
+            return self._total.freeze(StatsSnapshot, self._clock())
+
+    def take(self) -> StatsDelta | None:
+        """What was gathered since the last call, or None if nothing was; then start afresh."""
+        with self._lock:
+            if self._since.empty:
+                return None
+            since, self._since = self._since, _Sums()
+            return since.freeze(StatsDelta, self._clock())
+
+    def _add(self, name: str, labels: tuple[str, ...], amount: float) -> None:
+        if amount < 0:
+            raise ValueError(f"{name} cannot grow by {amount}")
+        if amount:
+            series = series_of(name, labels)
+            for sums in (self._total, self._since):
+                sums.counters[series] = sums.counters.get(series, 0) + amount
+
+    def _set(self, name: str, labels: tuple[str, ...], value: float) -> None:
+        """A value that did not change is not news: it renews the time in the total alone."""
+        key = (series_of(name, labels), self._source)
+        known = self._total.gauges.get(key)
+        gauge = GaugeValue(value, self._clock())
+        self._total.gauges[key] = gauge
+        if known is None or known.value != value:
+            self._since.gauges[key] = gauge
+
+    def _observe(self, name: str, labels: tuple[str, ...], value: float) -> None:
+        series = series_of(name, labels)
+        buckets = METRICS[name].buckets
+        counts = [0] * (len(buckets) + 1)
+        counts[bisect.bisect_left(buckets, value)] = 1
+        one = HistogramValue(tuple(counts), value)
+        for sums in (self._total, self._since):
+            known = sums.histograms.get(series)
+            sums.histograms[series] = one if known is None else add_histograms(known, one)
+
+
+class _Sums:
+    """What a recorder fills; its owner holds a lock."""
+
+    def __init__(self) -> None:
+        self.counters: dict[Series, float] = {}
+        self.gauges: dict[tuple[Series, str], GaugeValue] = {}
+        self.histograms: dict[Series, HistogramValue] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not (self.counters or self.gauges or self.histograms)
+
+    def freeze(self, kind: type[S], at: float) -> S:
+        return kind(at, dict(self.counters), dict(self.gauges), dict(self.histograms))

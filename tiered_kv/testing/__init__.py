@@ -1,0 +1,1 @@
+"""What authors of backends and tests need: conformance suites, fakes, fault injection, models."""

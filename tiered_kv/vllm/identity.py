@@ -1,0 +1,96 @@
+"""What determines the bytes of a vLLM engine's KV blocks, as one fingerprint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import try_to_load_from_cache
+
+from tiered_kv.connector.weights import weights_identity
+from tiered_kv.errors import IdentityError
+from tiered_kv.values import FORMAT_VERSION, Fingerprint
+from tiered_kv.vllm.compat import none_hash_seed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+    from tiered_kv.config import NamespaceSettings
+
+__all__ = ["engine_fingerprint"]
+
+
+def engine_fingerprint(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    offloading: OffloadingConfig,
+    namespace: NamespaceSettings,
+) -> Fingerprint:
+    """Compute the fingerprint; the same in the scheduler's and in every worker's process.
+
+    Raises:
+        IdentityError: a part cannot be told (no weight files, an unresolved "auto").
+    """
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = offloading.parallel
+    groups = [
+        {
+            "tokens": group.tokens_per_block,
+            "layers": len(group.layer_names),
+            "first_layer": group.layer_names[0],
+            "spec": repr(kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec),
+        }
+        for group in offloading.groups
+    ]
+    return Fingerprint.of(
+        {
+            "format": FORMAT_VERSION,
+            "engine": "vllm",
+            "name": namespace.name or "-",
+            "weights": namespace.weights or _weights(str(model.model), model.revision),
+            "architectures": ",".join(model.architectures),
+            "quantization": model.quantization or "-",
+            "overrides": _text(model.hf_overrides),
+            "dtype": str(model.dtype),
+            "kv_dtype": offloading.model.dtype,
+            "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+            "layout": getattr(offloading, "kv_cache_layout", None) or "by tensor",
+            "block_bytes": offloading.worker_kv_bytes_per_block,
+            "chunk": offloading.cache.blocks_per_chunk,
+            "tokens_per_hash": offloading.cache.tokens_per_hash,
+            "groups": json.dumps(groups, sort_keys=True),
+            "world": parallel.world_size,
+            "tp": parallel.tp_size,
+            "pp": parallel.pp_size,
+            "pcp": parallel.pcp_size,
+            "dcp": parallel.dcp_size,
+            "hash": str(cache.prefix_caching_hash_algo),
+            "hash_seed": none_hash_seed(vllm_config),
+        }
+    )
+
+
+def _text(overrides: object) -> str:
+    if callable(overrides):
+        raise IdentityError(
+            "hf_overrides is a function, whose effect on the blocks cannot be told; "
+            "give the overrides as a dictionary"
+        )
+    return json.dumps(overrides or {}, sort_keys=True, default=str)
+
+
+def _weights(model: str, revision: str | None) -> str:
+    path = Path(model)
+    if not path.exists():
+        config = try_to_load_from_cache(model, "config.json", revision=revision or "main")
+        if not isinstance(config, str):
+            raise IdentityError(
+                f"{model!r} is neither a directory nor in the local model cache, so its weights "
+                "cannot be told apart from others; set namespace.weights in the configuration"
+            )
+        path = Path(config).parent
+    return weights_identity(path)
