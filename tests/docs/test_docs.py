@@ -100,6 +100,17 @@ def test_commands_in_the_command_line_page(
         assert capsys.readouterr().out
 
 
+def test_commands_that_need_an_engine_are_in_the_command_line_page_as_they_are() -> None:
+    """They are run by the tests of the engine; here their options are held against the page."""
+    for block in fenced("cli.md", "sh"):
+        _, command, *arguments = shlex.split(block)
+        assert run(command, "--help") == 0
+        assert (command, arguments[:2]) in [
+            ("warm", ["prompts.txt", "--config"]),
+            ("demo", []),
+        ]
+
+
 def test_every_command_is_in_the_command_line_page(capsys: pytest.CaptureFixture[str]) -> None:
     run("--help")
     listed = capsys.readouterr().out.partition("Commands:")[2].split("\n  ")

@@ -15,6 +15,7 @@ from tiered_kv.cli.explain import explain
 from tiered_kv.cli.output import FAILED, REFUSED
 from tiered_kv.cli.schema import schema
 from tiered_kv.cli.vllm_args import vllm_args
+from tiered_kv.cli.warm import warm
 from tiered_kv.errors import RefuseToStart, TieredKVError
 
 __all__ = ["app", "main"]
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, check, explain, backends, vllm_args, schema):
+for command in (demo, check, explain, backends, vllm_args, warm, schema):
     app.command()(command)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import statistics
 import tempfile
 import time
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiered_kv.cli.output import FAILED, Json, print_json, print_table, warn
+from tiered_kv.cli.output import FAILED, Json, bytes_text, print_json, print_table, warn
 
 if TYPE_CHECKING:
     from tiered_kv.cli.demonstration import Findings
+    from tiered_kv.stats import HopStats
 
 __all__ = ["demo"]
 
@@ -54,7 +54,6 @@ def demo(keep: Keep = None, as_json: Json = False) -> None:
 
     require_vllm()
     began = time.monotonic()
-    _end_on_sigterm()
     with _folder(keep) as folder:
         environment = {FOLDER_VARIABLE: str(folder)}
         config = shipped("demo")
@@ -76,17 +75,14 @@ def demo(keep: Keep = None, as_json: Json = False) -> None:
     if as_json:
         print_json(findings_as_json(findings, seconds))
     else:
-        _print(findings, seconds)
+        print_findings(findings, seconds)
+    if keep is not None:
+        typer.echo(f"the tiers and the engines' logs are in {keep}", err=True)
     shortcomings = findings.shortcomings()
     for line in shortcomings:
         warn(line)
     if shortcomings:
         raise typer.Exit(FAILED)
-
-
-def _end_on_sigterm() -> None:
-    """End as with Ctrl-C, so that neither engines nor directories stay behind."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextlib.contextmanager
@@ -140,37 +136,46 @@ def findings_as_json(findings: Findings, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(findings: Findings, seconds: float) -> None:
+def print_findings(findings: Findings, seconds: float) -> None:
+    """Print the table."""
     from tiered_kv.cli.traffic import traffic
 
+    moved = traffic(findings.tiers, *findings.stats)
     times = findings.ttft_seconds()
-    computed = times.pop("recompute")
-    assert computed is not None  # it is measured in the reference
-    rows = [_row("computed", computed, computed, "vLLM alone, nothing cached")]
-    for way, value in times.items():
-        kind = findings.tiers.get(way)
-        text = "no hint, new process" if kind is None else f"all bytes from {kind}"
-        label = "after the restart" if kind is None else way
-        rows.append(_row(label, value, computed, text))
     own = statistics.median(findings.reference.prefix_cache_seconds)
-    rows.append(_row("vLLM's own cache", own, computed, "never left the engine: the limit"))
-    lengths = sorted(findings.prompt_tokens)
+    computed = times["recompute"]
+    assert computed is not None  # it is measured in the reference
+    rows = [
+        _row("computed by vLLM", computed, computed),
+        *(_row(name, times[name], computed, moved.loaded(name)) for name in findings.tiers),
+        _row("after the restart, nearest tier", times["after_restart"], computed),
+        _row("limit: never left the engine", own, computed),
+        *(_row(f"hop {label}", None, computed, hop) for label, hop in moved.hops().items()),
+    ]
+    shortest, longest = min(findings.prompt_tokens), max(findings.prompt_tokens)
     print_table(
-        f"{MODEL}: time to first token, prompts of {lengths[0]} to {lengths[-1]} tokens",
-        ("where the prompt's KV came from", "median", "times faster", ""),
+        f"{MODEL}, {len(findings.prompt_tokens)} prompts of {shortest} to {longest} tokens",
+        ("KV of the prompt", "first token after", "times faster", "blocks", "bytes", "failed"),
         rows,
     )
-    traffic(findings.tiers, *findings.stats).print_tables()
     equal = "yes" if findings.outputs_equal else "NO"
     prompts = len({run.prompt for run in findings.runs})
     typer.echo(
-        f"outputs equal to vLLM's own prefix cache: {equal} "
-        f"({len(findings.runs)} loaded requests, {prompts} prompts)"
+        f"outputs equal to those from vLLM's own prefix cache: {equal} "
+        f"({len(findings.runs)} requests with loaded blocks, {prompts} prompts)"
     )
-    typer.echo(f"took {seconds:.0f} s")
+    evicted = {name: moved.stats.tier(name).evicted for name in findings.tiers}
+    typer.echo(
+        f"blocks evicted: {', '.join(f'{name} {count}' for name, count in evicted.items())}; "
+        f"took {seconds:.0f} s"
+    )
 
 
-def _row(label: str, value: float | None, computed: float, text: str) -> tuple[str, ...]:
-    if value is None:
-        return label, "-", "-", text
-    return label, f"{value:.3f} s", f"{computed / value:.1f}", text
+def _row(
+    label: str, value: float | None, computed: float, moved: HopStats | None = None
+) -> tuple[str, ...]:
+    times = ("", "") if value is None else (f"{value:.3f} s", f"{computed / value:.1f}")
+    if moved is None:
+        return label, *times, "", "", ""
+    failed = sum(moved.failures.values())
+    return label, *times, str(moved.blocks), bytes_text(moved.bytes), str(failed)

@@ -36,6 +36,8 @@ __all__ = [
 MIN_PROMPT_TOKENS = 6000
 MAX_MODEL_LEN = 8192
 ANSWER_TOKENS = 48
+PRIMING_TOKENS = 8
+"""Length of the answer where a prompt is asked for the first time, to compute and store it."""
 TIMED_TOKENS = 2
 """Length of an answer of which only the time to its first token is wanted."""
 TIMED_PROMPTS = 3
@@ -69,6 +71,9 @@ ENGINE = {
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; all prompts fit
+    # In processes of its own, vLLM on a CPU computes with fewer threads if it has a connector, and
+    # in bf16 the number of threads changes answers.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
 }
 
@@ -218,7 +223,7 @@ class Demonstration:
     @contextmanager
     def _engine(self, name: str, **arguments: Any) -> Iterator[EngineProcess]:
         self.progress.stage(f"{name}: starting vLLM")
-        log = self.folder / f"{name}.log"
+        log = self.folder / f"{name.replace(' ', '-')}.log"
         environment = offline_environment() | ENVIRONMENT | dict(self.environment)
         with EngineProcess(log=log, environment=environment) as engine:
             engine.open({"model": str(self.model)} | ENGINE | arguments)
@@ -239,7 +244,7 @@ class Demonstration:
                 f"answers of {ANSWER_TOKENS}"
             )
             for number, ids in enumerate(self._prompts, 1):
-                first = engine.generate(ids, max_tokens=ANSWER_TOKENS)
+                first = engine.generate(ids, max_tokens=PRIMING_TOKENS)
                 again = engine.generate(ids, max_tokens=ANSWER_TOKENS)
                 answers.append((first.token_ids, again.token_ids))
                 cached.append((first.cached_tokens, again.cached_tokens))
@@ -265,7 +270,7 @@ class Demonstration:
         host = next((name for name, kind in self.tiers.items() if kind == "cpu"), None)
         with self._engine("first process", **engine_arguments(self.config)) as engine:
             for prompt in range(len(self._prompts)):
-                self._ask(engine, reference, 1, prompt, "shared")
+                self._ask(engine, reference, 1, prompt, "shared", max_tokens=PRIMING_TOKENS)
                 engine.settle(SETTLE_SECONDS)
                 if host is not None:
                     self._ask(engine, reference, 1, prompt, host, hint=host)
@@ -278,8 +283,9 @@ class Demonstration:
                 free = self._ask(engine, reference, 2, prompt, "after_restart")
                 for name in stores:
                     # The whole answer was compared already where this tier supplied all of it.
-                    short = free.only == name and free.equal
-                    self._ask(engine, reference, 2, prompt, name, hint=name, short=short)
+                    seen = free.only == name and free.equal
+                    length = TIMED_TOKENS if seen else ANSWER_TOKENS
+                    self._ask(engine, reference, 2, prompt, name, hint=name, max_tokens=length)
             return engine.settle(SETTLE_SECONDS)
 
     def _ask(
@@ -291,14 +297,14 @@ class Demonstration:
         way: str,
         *,
         hint: str | None = None,
-        short: bool = False,
+        max_tokens: int = ANSWER_TOKENS,
     ) -> LoadedRun:
         """One request, with nothing in the engine's own cache; noted if tiers supplied a part."""
         engine.reset_prefix_cache()
         before = engine.stats()
         answer = engine.generate(
             self._prompts[prompt],
-            max_tokens=TIMED_TOKENS if short else ANSWER_TOKENS,
+            max_tokens=max_tokens,
             tiers=None if hint is None else [hint],
         )
         loaded = loaded_bytes(self.tiers, before, engine.stats())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,10 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A context manager; `stages` are printed once each, steps move the bar."""
+    """A context manager; stages are printed once each, steps move the bar.
+
+    Inside the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does. Main thread only.
+    """
 
     def __init__(self, steps: int) -> None:
         """`steps` is how often `step` will be called, as far as is known."""
@@ -40,6 +44,8 @@ class Progress:
             self._task = self._live.add_task("", total=steps)
 
     def __enter__(self) -> Self:
+        # End as with Ctrl-C, so that neither engines nor directories stay behind.
+        self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         if self._live is not None:
             self._live.start()
         return self
@@ -52,11 +58,7 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-
-    def steps(self, total: int) -> None:
-        """Say how many steps there are, once that is known."""
-        if self._live is not None:
-            self._live.update(self._task, total=total)
+        signal.signal(signal.SIGTERM, self._before)
 
     def stage(self, text: str) -> None:
         """A new stage begins; its line stays."""

@@ -24,7 +24,8 @@ class HostMemory(Protocol):
     """The rank's host block pool, as handlers see it.
 
     A slot's bytes are written between `begin` and `bind`, and read only under the generation that
-    it was given out with. Each generation is bound at most once: rewriting needs a younger one. Thread-safe; none of these blocks.
+    it was given out with. Each generation is bound at most once: rewriting needs a younger one.
+    Thread-safe; none of these blocks.
     """
 
     @property

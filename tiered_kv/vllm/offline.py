@@ -7,6 +7,7 @@ is closed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -16,11 +17,11 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from prometheus_client import REGISTRY
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
 from tiered_kv.errors import RefuseToStart, TieredKVError
 from tiered_kv.stats import METRICS, GaugeValue, MetricKind, Series, StatsSnapshot
-from tiered_kv.vllm.engine_process import Generated
+from tiered_kv.vllm.engine_process import Generated, PromptLimits
 
 __all__ = ["OfflineEngine", "main"]
 
@@ -30,6 +31,8 @@ SHORT = tuple(range(8))
 """A prompt shorter than any block: nothing is stored or loaded for it."""
 
 SETTLE_STEP_SECONDS = 0.1
+
+IDLE_STEP_SECONDS = 0.001
 
 ENGINE = {
     "enforce_eager": True,
@@ -43,6 +46,7 @@ class OfflineEngine:
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
+        self._numbers = itertools.count()
 
     @property
     def llm(self) -> LLM:
@@ -68,30 +72,35 @@ class OfflineEngine:
             if isinstance(prompt, str):
                 encoded.append(list(tokenizer.encode(prompt)))
             else:
-                text = tokenizer.apply_chat_template(
+                text: Any = tokenizer.apply_chat_template(
                     prompt, tokenize=False, add_generation_prompt=True
                 )
                 encoded.append(list(tokenizer.encode(text, add_special_tokens=False)))
         return encoded
 
-    def max_model_len(self) -> int:
-        """Longest context in tokens."""
-        return self.llm.llm_engine.model_config.max_model_len
+    def limits(self) -> dict[str, int]:
+        """What a prompt must keep to; see `PromptLimits`."""
+        config = self.llm.llm_engine.vllm_config
+        limits = PromptLimits(
+            max_model_len=config.model_config.max_model_len,
+            vocabulary=config.model_config.get_vocab_size(),
+            block_tokens=config.cache_config.block_size,
+        )
+        return asdict(limits)
 
     def generate(
         self, token_ids: Sequence[int], max_tokens: int, tiers: Sequence[str] | None
     ) -> dict[str, Any]:
         """Answer one prompt; see `EngineProcess.generate`."""
         hint = None if tiers is None else {"tiered_kv": {"tiers": list(tiers)}}
-        [request] = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=list(token_ids))],
+        request = self._answer(
+            TokensPrompt(prompt_token_ids=list(token_ids)),
             SamplingParams(
                 temperature=0.0,
                 max_tokens=max_tokens,
                 ignore_eos=True,
                 extra_args=None if hint is None else {"kv_transfer_params": hint},
             ),
-            use_tqdm=False,
         )
         [completion] = request.outputs
         if len(completion.token_ids) != max_tokens:
@@ -108,6 +117,20 @@ class OfflineEngine:
             first_token_seconds=float(metrics.first_token_latency),
         )
         return asdict(answer)
+
+    def _answer(self, prompt: TokensPrompt, params: SamplingParams) -> RequestOutput:
+        """As `LLM.generate`, but leave the interpreter to the transfers where a step did nothing:
+        an engine inside this process would spin while a request waits for its blocks, as vLLM's
+        engine process does not."""
+        engine = self.llm.llm_engine
+        engine.add_request(str(next(self._numbers)), prompt, params)
+        while True:
+            outputs = engine.step()
+            for output in outputs:
+                if isinstance(output, RequestOutput) and output.finished:
+                    return output
+            if not outputs:
+                time.sleep(IDLE_STEP_SECONDS)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the engine itself has cached."""
@@ -175,7 +198,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     verbs: dict[str, Callable[..., Any]] = {
         "open": engine.open,
         "encode": engine.encode,
-        "max_model_len": engine.max_model_len,
+        "limits": engine.limits,
         "generate": engine.generate,
         "reset_prefix_cache": engine.reset_prefix_cache,
         "stats": engine.stats,
@@ -187,7 +210,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         do = request.pop("do")
         try:
             answer = {"ok": verbs[do](**request)}
-        except Exception as error:  # the parent reports it, whatever it is
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
             refused = isinstance(error, RefuseToStart)
             text = str(error) if isinstance(error, TieredKVError) else repr(error)
             answer = {"error": text, "refused": refused}

@@ -1,0 +1,171 @@
+"""`tiered-kv warm` on a real vLLM: what it stores is found by an engine that is started later."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.actions import Generate, ReadMetrics
+from tests.engine.commands import COMMAND, run_command
+from tests.engine.harness import EngineRunner
+from tests.engine.processes import environment
+from tests.engine.tiers import (
+    cpu,
+    deployment,
+    hint,
+    lmdb,
+    loaded_bytes,
+    nvme,
+    options,
+    prompt,
+)
+
+ENGINE = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048")
+PROMPTS = (prompt(1), prompt(2, 700), prompt(3, 20))
+CACHED = [992, 672, 0]
+BLOCKS = 31 + 21
+
+
+def prompt_file(folder: Path) -> Path:
+    file = folder / "prompts.jsonl"
+    conversation = [{"role": "user", "content": "What is a block? " * 20}]
+    lines = [{"token_ids": list(ids)} for ids in PROMPTS] + [{"messages": conversation}]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def test_warmed_prompts_come_back_in_later_engines(
+    run_engine: EngineRunner, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = deployment(tmp_path, [cpu(), nvme(tmp_path), lmdb(tmp_path)])
+    done = run_command(
+        *("warm", str(prompt_file(tmp_path)), "--config", str(config)),
+        *("--model", str(tiny_model), *ENGINE, "--json"),
+        scratch=tmp_path,
+        multiprocess=True,
+    )
+    assert done.status == 0, done.stderr
+    report = json.loads(done.stdout)
+    print("stored:", {name: tier["stored"] for name, tier in report["tiers"].items()})
+    print("sample:", report["sample"])
+    assert report["hit"] is True
+    assert report["prompts"] == 4
+    for tier in report["tiers"].values():
+        assert tier["stored"]["blocks"] > BLOCKS  # and those of the conversation
+        assert tier["failures"] == tier["stored"]["failures"] == 0
+    assert [(s["line"], s["expected_tokens"], s["loaded_tokens"]) for s in report["sample"]][
+        :2
+    ] == [
+        (1, 992, 992),
+        (2, 672, 672),
+    ]
+    # The sample was loaded by an engine that found nothing in host memory.
+    assert report["tiers"]["ssd"]["blocks"] > BLOCKS
+    assert "line 4" in done.stderr
+
+    later = run_engine(
+        options(tiny_model, config),
+        ReadMetrics(),
+        Generate(PROMPTS, kv_transfer_params=hint("pins")),
+    )
+    assert [output.num_cached_tokens for output in later.outputs] == CACHED
+    assert loaded_bytes(later.readings[0], later.metrics, "pins") > 1_000_000
+
+
+def test_mistakes_are_told_before_anything_is_stored(tiny_model: Path, tmp_path: Path) -> None:
+    config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
+    host_only = deployment(tmp_path, [cpu()])
+    good = prompt_file(tmp_path)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "good"}\n{"promt": "bad"}\n')
+
+    def warm(file: Path, deployed: Path, *more: str) -> tuple[int, str]:
+        done = run_command(
+            *("warm", str(file), "--config", str(deployed), "--model", str(tiny_model)),
+            *(*ENGINE, *more),
+            scratch=tmp_path,
+            multiprocess=False,
+        )
+        assert done.stdout == ""
+        return done.status, done.stderr
+
+    status, message = warm(bad, config)
+    assert (status, f"{bad}:2: unknown key 'promt'" in message) == (2, True)
+    status, message = warm(good, host_only)
+    assert (status, "no tier that outlives its process" in message) == (2, True)
+    status, message = warm(good, config, "--engine-args", "[]")
+    assert (status, "is not a JSON object" in message) == (2, True)
+    assert not (tmp_path / "ssd").exists()
+
+    status, message = warm(good, config, "--max-model-len", "800")
+    assert (status, f"{good}:1: 1000 tokens, but this engine takes 800" in message) == (2, True)
+    assert f"{good}:2:" not in message
+
+
+def test_prompts_too_short_to_store_are_a_failure(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Hi.\n")
+    config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
+    done = run_command(
+        *("warm", str(file), "--config", str(config), "--model", str(tiny_model), *ENGINE),
+        *("--json",),
+        scratch=tmp_path,
+        multiprocess=False,
+    )
+    assert done.status == 1
+    assert json.loads(done.stdout)["hit"] is False
+    assert "no prompt is as long as an engine block" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_engine_does_not_outlive_its_parent(
+    tiny_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
+    arguments = ("warm", str(prompt_file(tmp_path)), "--config", str(config))
+    with subprocess.Popen(
+        [*COMMAND, *arguments, "--model", str(tiny_model), *ENGINE],
+        cwd=tmp_path,
+        env=environment(tmp_path, multiprocess=False) | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as command:
+        deadline = time.monotonic() + 60
+        while not (engines := children(command.pid)):
+            assert time.monotonic() < deadline, "no engine was started"
+            assert command.poll() is None
+            time.sleep(0.05)
+        command.send_signal(number)
+        assert command.wait(60) != 0
+    print("ended with", command.returncode, "engines", engines)
+    if number is signal.SIGKILL:  # then the engine sees the end of its input by itself
+        while any(map(runs, engines)):
+            assert time.monotonic() < deadline + 120, "the engine outlived its parent"
+            time.sleep(0.1)
+    else:
+        assert not list(tmp_path.glob("tiered-kv-warm-*"))
+    assert not [pid for pid in engines if runs(pid)]
+
+
+def children(pid: int) -> list[int]:
+    """Ids of the processes that a process has started."""
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except FileNotFoundError:
+        return []
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not only waits to be reaped."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
