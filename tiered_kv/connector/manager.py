@@ -96,6 +96,7 @@ class Manager:
         """Blocks whose first hop has not ended on all ranks, with their host slot."""
         self._bad_stores: set[BlockKey] = set()
         self._failed_requests: set[str] = set()
+        self._failures = 0
         self.stats = StatsRecorder("manager")
 
     def attach(self, handshakes: Sequence[Handshake]) -> None:
@@ -132,7 +133,12 @@ class Manager:
             host_only: its blocks can't be named for other processes (an adapter whose weights
                 have no identity), so they stay in the host tier.
         """
-        self._requests[request] = RequestState(tiers, host_only=host_only)
+        state = RequestState(tiers, host_only=host_only)
+        before = self._requests.get(request)
+        if before is not None:  # an id that is used again while a load of it runs
+            self._end_lease(request)
+            state.loading, state.pins = before.loading, before.pins
+        self._requests[request] = state
 
     def on_request_finished(self, request: str) -> None:
         """A request is over: its leases end. Its running jobs still complete."""
@@ -155,11 +161,12 @@ class Manager:
         """Ask all tiers about all keys of a request at once; `answer` reads what was found.
 
         The answers are kept until they are used, until `computed` (tokens that the engine holds
-        itself) changes, or until the lease ends.
+        itself) changes, until a load of any request fails, or until the lease ends.
         """
         state = self._state(request)
         now = self._clock()
-        fresh = state.computed == computed and now - state.answered_at < self._limits.lease
+        fresh = state.computed == computed and state.failures == self._failures
+        fresh = fresh and now - state.answered_at < self._limits.lease
         if fresh and state.settled() and all(key in state.answers for key in keys):
             return
         self._end_lease(request)
@@ -167,7 +174,7 @@ class Manager:
         if first:
             state.asked_since = now
         waited = now - (state.asked_since or now) >= self._limits.lookup_wait
-        state.computed, state.answered_at = computed, now
+        state.computed, state.answered_at, state.failures = computed, now, self._failures
         if state.failed_loads >= MAX_FAILED_LOADS:
             state.answers = dict.fromkeys(keys, Answer.MISS)
         else:
@@ -336,7 +343,8 @@ class Manager:
         first: CpuSpec | None = None
         if self._catalog is not None and self._host_write:
             missing = [key for key in wanted if self._catalog.lookup(key) is None]
-            given = self._catalog.allocate(missing, self._world)
+            # All of them, so that the end of a prefix does not drive out its beginning.
+            given = self._catalog.allocate(wanted, self._world)
             chosen = [key for key in missing if key in given.slots]
             evicted = given.evicted
             slots = given.slots
@@ -385,8 +393,11 @@ class Manager:
         for failed in report.failed_loads:
             state = self._requests.get(failed.request)
             tier = None if state is None else state.loading.get(failed.key)
+            if tier is None:  # of a load from before a reset, whose end nobody waits for
+                continue
             self._failed_requests.add(failed.request)
-            if failed.status.lost and tier is not None:
+            self._failures += 1
+            if failed.status.lost:
                 self._forget(tier, failed.key)
             else:
                 self._backoff.add(failed.key, until)
@@ -424,6 +435,8 @@ class Manager:
         self._close_mirrors()
         self._storing.clear()
         self._bad_stores.clear()
+        self._failed_requests.clear()
+        self._requests = {r: state for r, state in self._requests.items() if not state.finished}
         for state in self._requests.values():
             state.forget_answers()
             state.loading.clear()
@@ -435,7 +448,7 @@ class Manager:
                 self._host_tier,
                 resident_blocks=self._catalog.resident,
                 used_bytes=self._catalog.resident * self._slot_bytes,
-                capacity_bytes=self._catalog.counts.slots * self._slot_bytes,
+                capacity_bytes=self._catalog.slots * self._slot_bytes,
                 pinned_blocks=self._catalog.pinned,
             )
         return self.stats.take()

@@ -6,7 +6,6 @@ import logging
 import threading
 
 from tiered_kv.contracts import BlockStore
-from tiered_kv.errors import TierError
 from tiered_kv.stats import StatsRecorder
 
 __all__ = ["OccupancyReporter"]
@@ -49,7 +48,7 @@ class OccupancyReporter:
     def _report(self, tier: str, store: BlockStore) -> None:
         try:
             stat = store.stat()
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; others go on
             logger.debug("tier %s cannot say how full it is: %s", tier, error)
             return
         self._stats.occupancy(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tiered_kv.contracts import BlockStore
-from tiered_kv.errors import RefuseToStart, TierError
+from tiered_kv.errors import RefuseToStart
 
 __all__ = ["StoreOpener"]
 
@@ -72,9 +72,12 @@ class StoreOpener:
             if not late:
                 self._stores.append(store)
         if late:
-            store.close()
-        else:
+            _close(store)
+            return
+        try:
             self._opened(tier, store)
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; its tier is out
+            self._report(tier, error)
 
     def _report(self, tier: str, error: Exception) -> None:
         logger.error("tier %s cannot be opened and stays out of use: %s", tier, error)
@@ -86,7 +89,11 @@ class StoreOpener:
             self._closed = True
             stores, self._stores = self._stores, []
         for store in stores:
-            try:
-                store.close()
-            except TierError as error:
-                logger.warning("closing a store failed: %s", error)
+            _close(store)
+
+
+def _close(store: BlockStore) -> None:
+    try:
+        store.close()
+    except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the end goes on
+        logger.warning("closing a store failed: %r", error)

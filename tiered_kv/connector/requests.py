@@ -42,6 +42,8 @@ class RequestState:
     asked_since: float | None = None
     """Monotonic seconds of the first lookup that is not settled yet."""
     answered_at: float = 0.0
+    failures: int = 0
+    """Failed blocks, of all requests, that were known when `answers` was made."""
     failed_loads: int = 0
     finished: bool = False
     loading: dict[BlockKey, str] = field(default_factory=dict)

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from tiered_kv.errors import IdentityError
 
-__all__ = ["weights_identity"]
+__all__ = ["config_identity", "weights_identity"]
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+CONFIGS = ("config.json", "params.json")
+"""What else in a model directory determines what the weights compute, RoPE for example."""
 PIECES = 64
 PIECE_BYTES = 64 * 1024
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
@@ -23,8 +25,8 @@ def weights_identity(model: Path, *, cache: Path | None = None) -> str:
     """Name the weights in a model directory.
 
     The hub commit where the path is a snapshot of one; else a digest over file name, size,
-    safetensors header and 64 evenly spaced pieces of 64 KiB of each weight file. Digests are
-    cached by (path, size, modification time, inode).
+    safetensors header and 64 evenly spaced pieces of 64 KiB of each weight file, and over the
+    model's configuration. Digests are cached by (path, size, modification time, inode).
 
     Args:
         model: directory with the weight files, or one weight file.
@@ -56,11 +58,23 @@ def weights_identity(model: Path, *, cache: Path | None = None) -> str:
                 known[mark] = digest
                 changed = True
             total.update(f"{file.name}:{stat.st_size}:{digest}\n".encode())
+        for config in (model / name for name in CONFIGS):
+            if config.is_file():
+                total.update(f"{config.name}:{config_identity(config)}\n".encode())
     except OSError as error:
         raise IdentityError(f"cannot read the weights of {model}: {error}") from error
     if changed:
         _write_cache(cache, known)
     return f"sampled:{total.hexdigest()}"
+
+
+def config_identity(config: Path) -> str:
+    """Digest of a configuration file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return hashlib.blake2b(config.read_bytes(), digest_size=16).hexdigest()
 
 
 def _weight_files(model: Path) -> list[Path]:

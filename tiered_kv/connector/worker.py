@@ -17,7 +17,6 @@ from tiered_kv.connector.occupancy import OccupancyReporter
 from tiered_kv.connector.opening import StoreOpener
 from tiered_kv.contracts import BlockStore
 from tiered_kv.engine import EngineLimits, TransferEngine
-from tiered_kv.errors import TierError
 from tiered_kv.memory import HostBlockPool, KVCaches
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import JobResult, KeySpec, LoadJob, SlotRef, StoreJob
@@ -86,6 +85,8 @@ class WorkerConnector:
         self._deferred: list[StoreJob] = []
         self._timer: threading.Timer | None = None
         self._flushed: set[JobId] = set()
+        self._running: set[JobId] = set()
+        """Jobs that were submitted, or refused, and whose results were not popped yet."""
         self._open_stores: dict[str, set[JobId]] = {}
         self._finished_requests: set[str] = set()
         self._completed: list[JobResult] = []
@@ -173,7 +174,7 @@ class WorkerConnector:
         self.engine.attach(tier, store)
         try:
             stat = store.stat()
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; its tier serves
             logger.warning("tier %s is open but cannot say how full it is: %s", tier, error)
             return
         if self._plan.rank == 0:  # the ranks share the stores
@@ -218,10 +219,11 @@ class WorkerConnector:
         flush = metadata.flush
         if not flush:
             return
-        for job in metadata.stores:
-            if job.id in flush:
-                self._flushed.add(job.id)
-                self._submit_store(job)
+        with self._lock:
+            for job in metadata.stores:
+                if job.id in flush:
+                    self._flushed.add(job.id)
+                    self._submit_store(job)
         late = self.engine.wait(flush, FLUSH_SECONDS)
         if late:
             logger.warning(
@@ -247,9 +249,14 @@ class WorkerConnector:
                     continue
                 self._deferred.append(job)
             if self._deferred and self._timer is None and not self._closed:
-                self._timer = threading.Timer(DEFERRED_STORE_SECONDS, self._submit_deferred)
-                self._timer.daemon = True
-                self._timer.start()
+                timer = threading.Timer(DEFERRED_STORE_SECONDS, self._submit_deferred)
+                timer.daemon = True
+                try:
+                    timer.start()
+                except RuntimeError as error:  # no thread to be had: the next step submits them
+                    logger.warning("stores wait for the engine's next step: %s", error)
+                else:
+                    self._timer = timer
 
     def _submit_deferred(self) -> None:
         with self._lock:
@@ -265,6 +272,10 @@ class WorkerConnector:
         self._submit(job)
 
     def _submit(self, job: LoadJob | StoreJob) -> None:
+        if job.id in self._running:
+            logger.error("job %d of request %s was given twice; it runs once", job.id, job.request)
+            return
+        self._running.add(job.id)
         try:
             self.engine.submit(job)
         except (ValueError, RuntimeError) as error:
@@ -292,6 +303,7 @@ class WorkerConnector:
             self._finished_requests.update(finished_req_ids)
             refused, self._refused = self._refused, []
             for result in (*self.engine.finished(), *refused):
+                self._running.discard(result.id)
                 self._completed.append(result)
                 if result.kind is JobKind.LOAD:
                     received.add(result.request)
@@ -324,8 +336,9 @@ class WorkerConnector:
     def take_report(self) -> WorkerReport | None:
         """News for the manager half since the last call; None if there is none."""
         rank = self._plan.rank
-        released: Sequence[SlotRef] = (*self.engine.released(), *self._released)
-        self._released = []
+        with self._lock:  # the timer's thread may be refusing a job
+            refused, self._released = self._released, []
+        released: Sequence[SlotRef] = (*self.engine.released(), *refused)
         report = WorkerReport(
             tuple(self._failed_loads),
             tuple(self._failed_stores),

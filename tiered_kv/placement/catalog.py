@@ -276,6 +276,7 @@ class HostCatalog:
     def lease(self, keys: Iterable[BlockKey], holder: str, until: float) -> None:
         """Protect blocks from eviction until a time of the clock, on behalf of `holder` (a
         request). Adds to the holder's leases; keys that are not here are ignored."""
+        self._expire()
         mine = self._leases.setdefault(holder, set())
         for key in keys:
             use = self._keys.get(key)

@@ -98,6 +98,12 @@ def check_flags(vllm_config: VllmConfig, *, persistent: bool) -> None:
             "prefix caching is off, so vLLM computes no block hashes to find blocks by; "
             "give --enable-prefix-caching"
         )
+    if persistent and getattr(cache, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            "calculate_kv_scales is on: every process computes other scales, under which blocks "
+            "stored by another one mean something else. Take the scales from the checkpoint "
+            "(without --calculate-kv-scales), or configure no tier but the cpu tier"
+        )
     algorithm = str(cache.prefix_caching_hash_algo)
     seeded = os.environ.get("PYTHONHASHSEED") not in (None, "", "random")
     stable = algorithm in DETERMINISTIC_HASHES or (seeded and algorithm in SEEDED_HASHES)
@@ -138,7 +144,7 @@ def none_hash_seed(vllm_config: VllmConfig) -> str:
     """What vLLM seeds its block hashes with, in whichever process this is asked."""
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
-        return seed
+        return seed or "empty"
     # 0.29 and later use this fixed seed for cryptographic hashes; `check_flags` has refused the
     # rest where it matters.
     return str(getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "random"))

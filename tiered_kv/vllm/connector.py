@@ -221,6 +221,15 @@ class TieredKVConnector(OffloadingConnector):
 
     def on_new_request(self, request: Request) -> None:
         """Read the request's hint and adapter, then let vLLM's half note it."""
+        params: object = request.kv_transfer_params
+        if params is not None and not isinstance(params, dict):
+            # A client's nonsense, which vLLM's half would stumble over.
+            logger.warning(
+                "request %s: kv_transfer_params is ignored, since it is no mapping but %s",
+                request.request_id,
+                type(params).__name__,
+            )
+            request.kv_transfer_params = None
         try:
             tiers = allowed_tiers(request.kv_transfer_params, self.manager.tier_names)
         except ConfigError as error:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import try_to_load_from_cache
 
-from tiered_kv.connector.weights import weights_identity
+from tiered_kv.connector.weights import config_identity, weights_identity
 from tiered_kv.errors import IdentityError
 from tiered_kv.values import FORMAT_VERSION, Fingerprint
 from tiered_kv.vllm.compat import none_hash_seed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from tiered_kv.config import NamespaceSettings
@@ -42,7 +42,7 @@ def engine_fingerprint(
             "tokens": group.tokens_per_block,
             "layers": len(group.layer_names),
             "first_layer": group.layer_names[0],
-            "spec": repr(kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec),
+            "spec": _spec(kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec),
         }
         for group in offloading.groups
     ]
@@ -52,6 +52,8 @@ def engine_fingerprint(
             "engine": "vllm",
             "name": namespace.name or "-",
             "weights": namespace.weights or _weights(str(model.model), model.revision),
+            "draft": _draft(vllm_config, namespace.weights),
+            "config": _config(model.hf_config_path),
             "architectures": ",".join(model.architectures),
             "quantization": model.quantization or "-",
             "overrides": _text(model.hf_overrides),
@@ -80,7 +82,44 @@ def _text(overrides: object) -> str:
             "hf_overrides is a function, whose effect on the blocks cannot be told; "
             "give the overrides as a dictionary"
         )
-    return json.dumps(overrides or {}, sort_keys=True, default=str)
+    try:
+        return json.dumps(overrides or {}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise IdentityError(
+            f"hf_overrides holds a value whose effect on the blocks cannot be told ({error}); "
+            "give plain values"
+        ) from error
+
+
+def _spec(spec: KVCacheSpec) -> str:
+    # The scheduler's settings name one layer's spec where the worker's name those of all layers.
+    layers: dict[str, KVCacheSpec] | None = getattr(spec, "kv_cache_specs", None)
+    return repr(next(iter(layers.values())) if layers else spec)
+
+
+def _draft(vllm_config: VllmConfig, named: str | None) -> str:
+    """The model that drafts tokens: its layers' KV lies in the same blocks."""
+    speculative = vllm_config.speculative_config
+    model = None if speculative is None else speculative.draft_model_config
+    if speculative is None or model is None:
+        return "-"
+    target = vllm_config.model_config
+    if (model.model, model.revision) == (target.model, target.revision):
+        return f"{speculative.method}: its own"
+    return f"{speculative.method}: {named or _weights(str(model.model), model.revision)}"
+
+
+def _config(path: str | None) -> str:
+    """The model's configuration, where it is not the one beside the weights."""
+    if path is None:
+        return "beside the weights"
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return path
+    try:
+        return config_identity(file)
+    except OSError as error:
+        raise IdentityError(f"cannot read the model's configuration: {error}") from error
 
 
 def _weights(model: str, revision: str | None) -> str:

@@ -87,7 +87,7 @@ def to_connector_metadata(
                 JobId(job_id),
                 job.req_id,
                 target.keys,
-                gpu_spec(origin, target.keys, groups, chunk),
+                gpu_spec(origin, target.keys, groups, chunk, whole=True),
                 target.targets,
             )
         )
@@ -96,13 +96,27 @@ def to_connector_metadata(
 
 
 def gpu_spec(
-    spec: GPULoadStoreSpec, keys: Sequence[BlockKey], groups: Mapping[int, int], chunk: int
+    spec: GPULoadStoreSpec,
+    keys: Sequence[BlockKey],
+    groups: Mapping[int, int],
+    chunk: int,
+    *,
+    whole: bool = False,
 ) -> GpuSpec:
     """Cut vLLM's flat list of engine block ids into one `GpuBlock` per key.
 
     vLLM lists the ids group by group; `block_indices[g]` is the logical index of the group's
     first id, so the first block of a group may lack its head, and the last its tail. A group
     whose ids don't come out even with its keys gets empty blocks, which the handler refuses.
+
+    Args:
+        spec: vLLM's list.
+        keys: what the ids hold.
+        groups: vLLM's group id -> our group number.
+        chunk: engine blocks per block.
+        whole: no block may lack its tail. So it is for a store: vLLM leaves out the ids of a
+            sliding window that were given to others meanwhile, wherever they are, and all ids
+            behind such a gap would be taken for their neighbours'.
     """
     numbers = list(groups.values())
     per_group: dict[int, list[int]] = {number: [] for number in numbers}
@@ -115,6 +129,7 @@ def gpu_spec(
         positions = per_group[number]
         skip = int(index) % chunk
         even = -(-(skip + size) // chunk) == len(positions) if size else not positions
+        even = even and not (whole and (skip + size) % chunk)
         cursor, end = start, start + size
         for position in positions:
             if not even:
