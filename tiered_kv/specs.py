@@ -173,6 +173,10 @@ class TransferSpec(Generic[Src, Dst]):
     publish and by handlers that move between a store and the engine's cache (before a load's last
     copy, after a store's gathering copy). False: the call was given up; nothing may be published
     or written to the engine any more, and the answer is CANCELLED. Thread-safe."""
+    after: object | None = field(default=None, compare=False, repr=False)
+    """What the engine's device had been given to do when the job was submitted, as
+    `tiered_kv.memory.KVCaches.fence` made it. Copies that read or write the engine's cache are
+    ordered after it on the device. None: nothing to wait for."""
 
     def __len__(self) -> int:
         return len(self.keys)

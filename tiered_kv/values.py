@@ -61,6 +61,10 @@ class ChecksumKind(StrEnum):
     """How a block's checksum is computed."""
 
     XXH3 = "xxh3"
+    """XXH3-64, computed by the processor."""
+    WSUM = "wsum"
+    """Weighted sum of the block's 64-bit words: the same value from the processor and from the
+    engine's device, for blocks that move between device and disk without passing host memory."""
 
 
 class BlockStatus(Enum):

@@ -16,6 +16,7 @@ from tiered_kv.threads import DaemonExecutor
 from tiered_kv.values import (
     BlockKey,
     CacheGeometry,
+    ChecksumKind,
     Fingerprint,
     GroupGeometry,
     Medium,
@@ -147,3 +148,37 @@ def test_a_call_that_raises_hands_its_error_on() -> None:
         executor.submit(lambda: 1 // 0).result(timeout=10)
     assert executor.submit(pow, 1, 1).result(timeout=10) == 1
     executor.shutdown()
+
+
+@pytest.mark.parametrize("kind", list(ChecksumKind))
+@given(data=st.binary(min_size=1, max_size=200), bit=st.integers(min_value=0))
+def test_every_kind_of_checksum_finds_every_flipped_bit(
+    kind: ChecksumKind, data: bytes, bit: int
+) -> None:
+    key = BlockKey(b"key")
+    checksum = BlockChecksum.capture(key, 0, memoryview(data), kind)
+    assert checksum.kind is kind
+    assert checksum.verifies(key, 0, memoryview(data))
+    assert not checksum.verifies(BlockKey(b"another"), 0, memoryview(data))
+    assert not checksum.verifies(key, 1, memoryview(data))
+    flipped = bytearray(data)
+    bit %= 8 * len(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert not checksum.verifies(key, 0, memoryview(flipped))
+    assert not checksum.verifies(key, 0, memoryview(data + b"\0"))
+
+
+@given(data=st.binary(min_size=1, max_size=200))
+def test_the_weighted_sum_is_what_its_description_says(data: bytes) -> None:
+    state, total = 0, 0
+    for start in range(0, len(data), 8):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        weight = (mixed ^ mixed >> 31) | 1
+        total += weight * int.from_bytes(data[start : start + 8], "little")
+    key = BlockKey(b"key")
+    expected = BlockChecksum.of_sum(key, 3, len(data), total)
+    assert BlockChecksum.capture(key, 3, memoryview(data), ChecksumKind.WSUM) == expected
+    signed = (total % 2**64) - 2**64 if total % 2**64 >= 2**63 else total % 2**64
+    assert BlockChecksum.of_sum(key, 3, len(data), signed) == expected

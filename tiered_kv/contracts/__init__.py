@@ -1,6 +1,7 @@
 """Who owes what: the contracts between the core, its backends and third parties' plug-ins."""
 
 from tiered_kv.contracts.backend import API_VERSION, Backend, StoreContext
+from tiered_kv.contracts.device import DeviceBuffer, DeviceStaging
 from tiered_kv.contracts.handler import (
     HandlerContext,
     HandlerFactory,
@@ -22,6 +23,8 @@ __all__ = [
     "Backend",
     "BlockStore",
     "ChangeBatch",
+    "DeviceBuffer",
+    "DeviceStaging",
     "EvictionPolicy",
     "HandlerContext",
     "HandlerFactory",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from tiered_kv.checksum import BlockChecksum
+from tiered_kv.contracts.device import DeviceStaging
 from tiered_kv.contracts.store import BlockStore
+from tiered_kv.errors import UnsupportedError
 from tiered_kv.specs import HopResult, LoadStoreSpec, SlotRef, TransferSpec
-from tiered_kv.values import CacheGeometry
+from tiered_kv.values import CacheGeometry, ChecksumKind
 
 __all__ = ["HandlerContext", "HandlerFactory", "HostMemory", "TransferHandler"]
 
@@ -86,6 +88,14 @@ class TransferHandler(Protocol[S_contra, D_contra]):
         ...
 
 
+def _no_staging() -> DeviceStaging:
+    raise UnsupportedError("the engine's KV caches are not registered: nothing to stage for")
+
+
+def _xxh3() -> ChecksumKind:
+    return ChecksumKind.XXH3
+
+
 @dataclass(frozen=True, slots=True)
 class HandlerContext:
     """What a handler may use; made once per pair and tier."""
@@ -100,6 +110,12 @@ class HandlerContext:
     """The tier's store, where the tier is a key-addressed store."""
     caches: Any = None
     """The engine's KV caches as they were registered; only gpu handlers read them."""
+    staging: Callable[[], DeviceStaging] = field(default=_no_staging)
+    """Makes this handler's own staging on the engine's device, which is bounded and taken once.
+    Raises `UnsupportedError` where the engine's caches are not registered."""
+    capture: Callable[[], ChecksumKind] = field(default=_xxh3)
+    """Which checksum to take of blocks captured from now on: `wsum` as soon as a direct way
+    between device and disk is in use, since both ends of it can compute that."""
 
 
 HandlerFactory = Callable[[HandlerContext], TransferHandler[S, D]]

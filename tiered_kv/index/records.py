@@ -22,7 +22,7 @@ _CHECK = struct.Struct(">I")
 _ROW = struct.Struct(">BQQIQ")
 _BLOCK = struct.Struct(">IQHH")
 _CLASS = struct.Struct(">8sIQQ")
-_KIND_CODES = {ChecksumKind.XXH3: 1}
+_KIND_CODES = {ChecksumKind.XXH3: 1, ChecksumKind.WSUM: 2}
 _KINDS = {code: kind for kind, code in _KIND_CODES.items()}
 
 
