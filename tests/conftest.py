@@ -11,6 +11,10 @@ _ENGINE_SECONDS = 900
 
 hypothesis.settings.register_profile("commit", deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
+# For tests that are to fail: the first failure counts, however large.
+hypothesis.settings.register_profile(
+    "unshrunk", deadline=None, max_examples=50, phases=[hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "commit"))
 
 

@@ -10,7 +10,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from tiered_kv.contracts import API_VERSION, Backend
 from tiered_kv.errors import PluginError
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import CpuSpec, GpuSpec, KeySpec
+from tiered_kv.values import Medium
 
 __all__ = ["GROUP", "Availability", "Plugins", "build_registry"]
 
@@ -28,6 +29,7 @@ GROUP = "tiered_kv.backends"
 """The entry-point group. The entry point's name is the backend's name."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+_CLASH_HINT = "uninstall one of the packages named in the reason"
 _CORE_NAMES = (CpuSpec.medium,)
 _CORE_MEDIA = (CpuSpec.medium, GpuSpec.medium)
 
@@ -147,8 +149,36 @@ class Plugins:
         return wanted
 
     def report(self) -> tuple[Availability, ...]:
-        """Every announced backend, usable or not, with the reason."""
-        return tuple(self._availability(name) for name in self.all_names())
+        """Every announced backend, usable or not, with the reason. Registers the handlers of the
+        usable ones, to tell which of them cannot be used side by side."""
+        found = [self._availability(name) for name in self.all_names()]
+        clashes = self._clashes([line.name for line in found if line.available])
+        return tuple(
+            replace(line, available=False, reason=clashes[line.name], hint=_CLASH_HINT)
+            if line.name in clashes
+            else line
+            for line in found
+        )
+
+    def _clashes(self, names: Iterable[str]) -> dict[str, str]:
+        """Which backends claim what an earlier one has claimed, and the text that names both."""
+        registry = TransferRegistry()
+        owners: dict[Medium, str] = {}
+        clashes: dict[str, str] = {}
+        for name in names:
+            backend = self.get(name)
+            try:
+                if backend.spec is not None:
+                    owner = owners.setdefault(backend.medium, name)
+                    if owner != name:
+                        raise PluginError(
+                            f"backend {name!r} brings the medium {backend.medium!r}, which "
+                            f"{owner!r} brings too"
+                        )
+                _register(backend, registry)
+            except PluginError as error:
+                clashes[name] = str(error)
+        return clashes
 
     def _availability(self, name: str) -> Availability:
         entries = self._entries()[name]
@@ -204,18 +234,22 @@ def build_registry(backends: Mapping[str, Backend]) -> TransferRegistry:
         PluginError: two of them claim one pair or medium, or registering failed.
     """
     registry = TransferRegistry()
-    for name, backend in backends.items():
-        if backend.register is None:
-            continue
-        try:
-            backend.register(registry)
-        except PluginError:
-            raise
-        except Exception as error:  # a plug-in may raise anything, and it was asked for
-            raise PluginError(
-                f"backend {name!r} failed to register its handlers: {_said(error)}"
-            ) from error
+    for backend in backends.values():
+        _register(backend, registry)
     return registry
+
+
+def _register(backend: Backend, registry: TransferRegistry) -> None:
+    if backend.register is None:
+        return
+    try:
+        backend.register(registry)
+    except PluginError:
+        raise
+    except Exception as error:  # a plug-in may raise anything, and it was asked for
+        raise PluginError(
+            f"backend {backend.name!r} failed to register its handlers: {_said(error)}"
+        ) from error
 
 
 def _installed() -> Iterable[EntryPoint]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,9 +25,15 @@ class RegisteredPair:
     factory: HandlerFactory[Any, Any]
     provider: str
     """Name of the backend that registered the pair."""
+    missing: Callable[[Any], str | None]
+    """See `TransferRegistry.register`."""
 
     def __str__(self) -> str:
         return f"{self.src.medium} -> {self.dst.medium} ({self.provider})"
+
+
+def _nothing(settings: Any) -> str | None:
+    return None
 
 
 class TransferRegistry:
@@ -48,8 +54,13 @@ class TransferRegistry:
         *,
         provider: str,
         override: bool = False,
+        missing: Callable[[Any], str | None] = _nothing,
     ) -> None:
         """Claim the pair (`src`, `dst`).
+
+        `missing` is given a tier's settings and says what this machine, or those settings, lack for
+        the pair to be used, as far as that can be told without opening anything; None: nothing. It
+        is for people who ask beforehand: the factory decides, and raises `UnsupportedError`.
 
         Raises:
             PluginError: the pair is taken and `override` is False (both providers are named), or
@@ -70,7 +81,7 @@ class TransferRegistry:
                 f"{src.medium} -> {dst.medium} is registered by both {taken.provider!r} and "
                 f"{provider!r}; uninstall one of them or register with override=True"
             )
-        self._pairs[src, dst] = RegisteredPair(src, dst, factory, provider)
+        self._pairs[src, dst] = RegisteredPair(src, dst, factory, provider, missing)
 
     def handler(self, src: type[S], dst: type[D], context: HandlerContext) -> TransferHandler[S, D]:
         """Make the handler of a pair.

@@ -2,7 +2,8 @@
 
 Nodes are endpoints: the engine's cache (`GPU`), the host block pool (`CPU`) and every tier. Edges
 are the pairs that handlers were registered for. A chain passes through host slots at most: they
-are the only places that can be leased in between.
+are the only places that can be leased in between. So two chains at most lead from one end to the
+other: the direct one, and the one through the host.
 
 Pure computation. What a hop costs, and whether it works, is asked of the function that the router
 was made with: `assumed_cost` where nothing runs, the transfer engine's own measurements where it
@@ -28,6 +29,7 @@ __all__ = [
     "HopCost",
     "RouteReport",
     "Router",
+    "Tried",
     "assumed_cost",
     "endpoint_of",
 ]
@@ -70,6 +72,12 @@ class Hop:
         return CPU_ENDPOINT.tier
 
     @property
+    def direct(self) -> bool:
+        """Whether it connects the engine's cache to a store, past host memory."""
+        sides = (self.src, self.dst)
+        return GPU_ENDPOINT in sides and CPU_ENDPOINT not in sides
+
+    @property
     def label(self) -> str:
         """The hop's name in stats, logs and `explain`: `ssd->cpu`."""
         return f"{self.src}->{self.dst}"
@@ -96,14 +104,24 @@ class Chain:
     """Hops that lead from a source to a destination."""
 
     hops: tuple[Hop, ...]
+    costs: tuple[HopCost, ...]
+    """What is known of each hop, in the same order."""
     seconds_per_block: float
-    """Estimated: the slowest hop's time for a block, since hops overlap, and every latency."""
+    """Estimated: the slowest hop's time for a block, since hops overlap, and the block's share of
+    every hop's latency."""
     reason: str
+    """Where the estimate comes from."""
 
     @property
     def label(self) -> str:
         """`ssd->cpu->gpu`."""
         return "->".join([str(self.hops[0].src), *(str(hop.dst) for hop in self.hops)])
+
+
+Tried = frozenset[tuple[Hop, ...]]
+"""Chains, by their hops, that are out of the question: a job has tried them."""
+
+_Question = tuple[Endpoint, Endpoint, Tried]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +142,7 @@ STORE_COST = HopCost(5e9, 100e-6, True, "assumed")
 
 
 def assumed_cost(hop: Hop) -> HopCost:
-    """The cost of a hop that nobody has measured.
+    """The cost of a hop that nobody has measured, or not for a long while.
 
     On the optimistic side: a hop that looks good is used, and thereby measured.
     """
@@ -149,9 +167,10 @@ class Router:
         tiers: Mapping[str, type[KeySpec]],
         cost: Callable[[Hop], HopCost],
         block_bytes: int,
+        group_blocks: int = 1,
     ) -> None:
-        """`tiers` maps each tier's name to its spec class; `block_bytes` is the size for which
-        chains are compared.
+        """`tiers` maps each tier's name to its spec class; chains are compared for blocks of
+        `block_bytes`, of which a handler call moves `group_blocks`.
 
         Raises:
             ValueError: a tier is named like one of the two memory media.
@@ -166,9 +185,10 @@ class Router:
         self._tiers = {name: Endpoint(spec, name) for name, spec in tiers.items()}
         self._cost = cost
         self._block_bytes = block_bytes
+        self._group_blocks = group_blocks
         self._lock = threading.Lock()
         self._version = 0
-        self._chosen: dict[tuple[Endpoint, Endpoint], tuple[int, Chain]] = {}
+        self._found: dict[_Question, tuple[int, Chain | None]] = {}
 
     @property
     def version(self) -> int:
@@ -180,24 +200,31 @@ class Router:
         with self._lock:
             self._version += 1
 
+    def find(self, src: Endpoint, dst: Endpoint, without: Tried = frozenset()) -> Chain | None:
+        """The cheapest healthy chain that is not one of `without`, or None."""
+        question = (src, dst, without)
+        with self._lock:
+            version = self._version
+            kept = self._found.get(question)
+        if kept is not None and kept[0] == version:
+            return kept[1]
+        healthy, _ = self._judged(src, dst)
+        found = next((chain for chain in healthy if chain.hops not in without), None)
+        with self._lock:
+            self._found[question] = (version, found)
+        return found
+
     def chain(self, src: Endpoint, dst: Endpoint) -> Chain:
         """The cheapest healthy chain.
 
         Raises:
             TierError: there is none; the message says why each candidate is out.
         """
-        with self._lock:
-            version = self._version
-            kept = self._chosen.get((src, dst))
-        if kept is not None and kept[0] == version:
-            return kept[1]
-        report = self.report(src, dst)
-        if report.chosen is None:
+        found = self.find(src, dst)
+        if found is None:
             tier = src.tier if src in self._tiers.values() else dst.tier
-            raise TierError(report.text, tier=tier)
-        with self._lock:
-            self._chosen[src, dst] = (version, report.chosen)
-        return report.chosen
+            raise TierError(self.report(src, dst).text, tier=tier)
+        return found
 
     def explain(self) -> tuple[RouteReport, ...]:
         """Loads, then stores: the host pool and every tier, to and from the engine."""
@@ -208,19 +235,12 @@ class Router:
 
     def report(self, src: Endpoint, dst: Endpoint) -> RouteReport:
         """All chains between two endpoints: which is chosen now and why."""
-        healthy: list[Chain] = []
-        rejected: list[tuple[Chain, str]] = []
-        for hops in self._candidates(src, dst):
-            chain, trouble = self._judge(hops)
-            if trouble:
-                rejected.append((chain, trouble))
-            else:
-                healthy.append(chain)
-        healthy.sort(key=lambda chain: (chain.seconds_per_block, len(chain.hops)))
+        healthy, rejected = self._judged(src, dst)
         chosen = healthy[0] if healthy else None
         for chain in healthy[1:]:
             more = chain.seconds_per_block - healthy[0].seconds_per_block
-            rejected.append((chain, f"slower by {more * 1e6:.1f} us per block"))
+            why = f"slower by {more * 1e6:.1f} us per block" if more else "no faster, and longer"
+            rejected.append((chain, why))
         return RouteReport(src, dst, chosen, tuple(rejected), _text(src, dst, chosen, rejected))
 
     def hops(self) -> tuple[Hop, ...]:
@@ -244,11 +264,24 @@ class Router:
             return None
         return Hop(src, dst, self._registry.pair(src.spec, dst.spec).provider)
 
+    def _judged(self, src: Endpoint, dst: Endpoint) -> tuple[list[Chain], list[tuple[Chain, str]]]:
+        """The healthy chains, cheapest first, and the others with what is wrong with them."""
+        healthy: list[Chain] = []
+        unhealthy: list[tuple[Chain, str]] = []
+        for hops in self._candidates(src, dst):
+            chain, trouble = self._judge(hops)
+            if trouble:
+                unhealthy.append((chain, trouble))
+            else:
+                healthy.append(chain)
+        healthy.sort(key=lambda chain: (chain.seconds_per_block, len(chain.hops)))
+        return healthy, unhealthy
+
     def _judge(self, hops: tuple[Hop, ...]) -> tuple[Chain, str]:
         """The chain, and what is wrong with it (empty: nothing)."""
-        costs = [self._cost(hop) for hop in hops]
+        costs = tuple(self._cost(hop) for hop in hops)
         slowest = max(self._block_bytes / cost.bytes_per_second for cost in costs)
-        seconds = slowest + sum(cost.latency_seconds for cost in costs)
+        seconds = slowest + sum(cost.latency_seconds for cost in costs) / self._group_blocks
         known = "; ".join(
             f"{hop.label} by {hop.provider}: {cost.bytes_per_second / 1e9:.2f} GB/s {cost.reason}"
             for hop, cost in zip(hops, costs, strict=True)
@@ -258,7 +291,7 @@ class Router:
             for hop, cost in zip(hops, costs, strict=True)
             if not cost.healthy
         )
-        return Chain(hops, seconds, known), trouble
+        return Chain(hops, costs, seconds, known), trouble
 
 
 def _text(

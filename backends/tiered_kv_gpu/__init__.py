@@ -1,13 +1,13 @@
 """gpu <-> cpu: between the engine's KV cache and the rank's host block pool.
 
-Works for any device that torch knows, also where the engine's cache is in host memory.
+Works on CUDA devices (ROCm included), and where the engine's cache is in host memory.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiered_kv.contracts import API_VERSION, Backend
+from tiered_kv.contracts import API_VERSION, Backend, HandlerContext, TransferHandler
 from tiered_kv.specs import CpuSpec, GpuSpec
 from tiered_kv.values import GPU
 
@@ -17,14 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["backend"]
 
 
-def _register(registry: TransferRegistry) -> None:
-    from tiered_kv_gpu.handlers import (  # noqa: PLC0415 - torch is imported when it is needed
-        CpuToGpuHandler,
-        GpuToCpuHandler,
-    )
+def _store(context: HandlerContext) -> TransferHandler[GpuSpec, CpuSpec]:
+    from tiered_kv_gpu.handlers import GpuToCpuHandler  # noqa: PLC0415 - imports torch
 
-    registry.register(GpuSpec, CpuSpec, GpuToCpuHandler, provider=backend.name)
-    registry.register(CpuSpec, GpuSpec, CpuToGpuHandler, provider=backend.name)
+    return GpuToCpuHandler(context)
+
+
+def _load(context: HandlerContext) -> TransferHandler[CpuSpec, GpuSpec]:
+    from tiered_kv_gpu.handlers import CpuToGpuHandler  # noqa: PLC0415 - imports torch
+
+    return CpuToGpuHandler(context)
+
+
+def _register(registry: TransferRegistry) -> None:
+    registry.register(GpuSpec, CpuSpec, _store, provider=backend.name)
+    registry.register(CpuSpec, GpuSpec, _load, provider=backend.name)
 
 
 backend = Backend(

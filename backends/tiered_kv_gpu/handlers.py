@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts import HandlerContext
 from tiered_kv.errors import IdentityError, TierError, UnsupportedError
-from tiered_kv.memory import KVCaches
+from tiered_kv.memory import GroupLayout, KVCaches, layouts_of
 from tiered_kv.specs import CpuSpec, GpuBlock, GpuSpec, HopResult, LoadStoreSpec, TransferSpec
-from tiered_kv.values import BlockStatus
-from tiered_kv_gpu.copies import Copies, copies_for
-from tiered_kv_gpu.layout import GroupLayout, layouts_of
+from tiered_kv.values import BlockStatus, ChecksumKind
+from tiered_kv_gpu.copies import Copies, Copy, HostCopies, Moves, Slot, copies_for
 
 __all__ = ["CpuToGpuHandler", "GpuToCpuHandler"]
 
 logger = logging.getLogger(__name__)
+
+_Group = tuple[GroupLayout, list[int]]  # blocks that are moved together, by position in the spec
 
 
 class GpuToCpuHandler:
@@ -51,7 +53,8 @@ class GpuToCpuHandler:
         return await self._common.run(spec, lambda: self._store(spec))
 
     def modes(self) -> Mapping[str, str]:
-        """`{"copy": ..., "checksum": ...}`."""
+        """`{"copy": ..., "checksum": ...}`: the way of copying, on a device with "pinned" or
+        "pageable" as the host pool is now; and what is taken of blocks captured from now on."""
         return self._common.modes()
 
     def close(self) -> None:
@@ -69,16 +72,21 @@ class GpuToCpuHandler:
             if view is not None:
                 views[i] = view
         copied = 0
-        copies.begin()
-        for layout, positions in common.groups(spec.src.blocks, views):
-            blocks = [spec.src.blocks[i] for i in positions]
-            copies.gather(layout, blocks, [views[i] for i in positions])
-            copied += len(positions) * layout.block_bytes
-            for i in positions:
-                data = views[i][: layout.block_bytes]
-                checksum = BlockChecksum.capture(spec.keys[i], rank, data)
-                if memory.bind(spec.dst.slots[i], checksum):
-                    statuses[i] = BlockStatus.OK
+
+        def begun(moves: Moves) -> Iterator[tuple[Copy, _Group]]:
+            for layout, positions in common.groups(spec.src.blocks, views):
+                blocks = [spec.src.blocks[i] for i in positions]
+                slots = [Slot(spec.dst.slots[i].number, views[i]) for i in positions]
+                yield moves.gather(layout, blocks, slots), (layout, positions)
+
+        with copies.begin(spec.after) as moves:
+            for layout, positions in _in_order(begun(moves), copies.depth):
+                copied += len(positions) * layout.block_bytes
+                for i in positions:
+                    data = views[i][: layout.block_bytes]
+                    checksum = BlockChecksum.capture(spec.keys[i], rank, data, common.capture())
+                    if memory.bind(spec.dst.slots[i], checksum):
+                        statuses[i] = BlockStatus.OK
         return HopResult(tuple(statuses), copied)
 
 
@@ -111,7 +119,8 @@ class CpuToGpuHandler:
         return await self._common.run(spec, lambda: self._load(spec))
 
     def modes(self) -> Mapping[str, str]:
-        """`{"copy": ..., "checksum": ...}`."""
+        """`{"copy": ..., "checksum": ...}`: the way of copying, on a device with "pinned" or
+        "pageable" as the host pool is now; and what is taken of blocks captured from now on."""
         return self._common.modes()
 
     def close(self) -> None:
@@ -138,18 +147,28 @@ class CpuToGpuHandler:
             else:
                 statuses[i] = BlockStatus.CORRUPT
         copied = 0
-        copies.begin()
-        for layout, positions in common.groups(spec.dst.blocks, verified):
+
+        def unchanged(i: int) -> bool:
+            return memory.checksum(spec.src.slots[i]) == verified[i][1]
+
+        def begun(moves: Moves) -> Iterator[tuple[Copy, _Group]]:
             # The slot's owner may hand it out again at any time. A block is right only if its
             # slot has the same content after the copy as it had when it was verified; looking
             # before the copy as well keeps foreign bytes out of the engine wherever possible.
-            still = [i for i in positions if memory.checksum(spec.src.slots[i]) == verified[i][1]]
-            blocks = [spec.dst.blocks[i] for i in still]
-            copies.scatter(layout, [verified[i][0] for i in still], blocks)
-            copied += sum(len(block.block_ids) for block in blocks) * layout.engine_block_bytes
-            for i in positions:
-                same = i in still and memory.checksum(spec.src.slots[i]) == verified[i][1]
-                statuses[i] = BlockStatus.OK if same else BlockStatus.MISSING
+            for layout, positions in common.groups(spec.dst.blocks, verified):
+                still = [i for i in positions if unchanged(i)]
+                blocks = [spec.dst.blocks[i] for i in still]
+                slots = [Slot(spec.src.slots[i].number, verified[i][0]) for i in still]
+                yield moves.scatter(layout, slots, blocks), (layout, still)
+
+        for i in verified:
+            statuses[i] = BlockStatus.MISSING
+        with copies.begin(spec.after) as moves:
+            for layout, still in _in_order(begun(moves), copies.depth):
+                for i in still:
+                    copied += len(spec.dst.blocks[i].block_ids) * layout.engine_block_bytes
+                    if unchanged(i):
+                        statuses[i] = BlockStatus.OK
         return HopResult(tuple(statuses), copied)
 
 
@@ -172,8 +191,8 @@ class _Common:
                     f"a block of KV group {layout.group} has {layout.block_bytes} bytes, but a "
                     f"host slot has {self.memory.slot_bytes}"
                 )
-        self._copies: Copies | None = copies_for(context.caches, self.layouts)
-        self._mode = self._copies.mode
+        self._copies: Copies | None = copies_for(context.caches, self.layouts, self.memory)
+        self._way = self._copies.way
         self._complained = False
 
     @property
@@ -243,8 +262,28 @@ class _Common:
             for start in range(0, len(positions), size):
                 yield layout, positions[start : start + size]
 
+    def capture(self) -> ChecksumKind:
+        return self._context.capture()
+
     def modes(self) -> Mapping[str, str]:
-        return {"copy": self._mode, "checksum": "xxh3"}
+        copy = self._way
+        if copy != HostCopies.way:
+            copy += ", pinned" if self.memory.pinned else ", pageable"
+        return {"copy": copy, "checksum": self.capture().value}
 
     def close(self) -> None:
         self._copies = None
+
+
+def _in_order(begun: Iterator[tuple[Copy, _Group]], depth: int) -> Iterator[_Group]:
+    """The groups, each when its copy is over; `depth` of them are under way at a time."""
+    under_way: deque[tuple[Copy, _Group]] = deque()
+    for started in begun:
+        under_way.append(started)
+        if len(under_way) == depth:
+            copy, group = under_way.popleft()
+            copy.wait()
+            yield group
+    for copy, group in under_way:
+        copy.wait()
+        yield group

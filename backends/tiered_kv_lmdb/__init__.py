@@ -1,7 +1,7 @@
 """The lmdb tier: blocks as values of one LMDB file on a local disk, at memory speed while it fits
 the page cache.
 
-Importing this package imports neither lmdb nor numpy; opening a store does.
+Importing this package does not import lmdb; opening a store does.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from tiered_kv.contracts import NewBlock
 from tiered_kv.errors import NoSpace
-from tiered_kv.index import BlockIndex, BufferTransaction, OutOfPages, Row, Transaction
+from tiered_kv.index import BlockIndex, OutOfPages, Row, Transaction
 from tiered_kv_lmdb.files import Space, TierFiles, value_bytes
 from tiered_kv_lmdb.ledger import Ledger
 
@@ -34,6 +34,9 @@ class Budget:
         self._values = files.values.database("values")
         self._lock = threading.Lock()
         self._deleted: set[bytes] = set()
+        """Records of the ledger whose values are deleted."""
+        self._written: set[bytes] = set()
+        """Numbers that are reserved and whose value is in the file, as far as this store wrote."""
         self._evicted = 0
 
     @property
@@ -46,12 +49,20 @@ class Budget:
         with self._lock:
             self._evicted += blocks
 
-    def need(self, blocks: Sequence[NewBlock]) -> int:
+    def rooms(self, blocks: Sequence[NewBlock]) -> list[int]:
         """Bytes that the values of these blocks take in the file."""
-        return sum(self._room(block.checksum.length) for block in blocks)
+        page_bytes = self._files.values.page_bytes
+        return [value_bytes(block.checksum.length, page_bytes) for block in blocks]
 
-    def _room(self, length: int) -> int:
-        return value_bytes(length, self._files.values.page_bytes)
+    def all_written(self, numbers: Collection[bytes]) -> bool:
+        """Whether all of them were written and not yet settled."""
+        with self._lock:
+            return self._written.issuperset(numbers)
+
+    def settled(self, numbers: Iterable[bytes]) -> None:
+        """These are not reserved any more."""
+        with self._lock:
+            self._written.difference_update(numbers)
 
     # --------------------------------------------------------------------------------- writing
 
@@ -78,7 +89,8 @@ class Budget:
     def put(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
         """Write (number, bytes) pairs in the order of their numbers, and delete freed values in
         the same transaction; where LMDB runs out of pages, make room and try again."""
-        need = sum(self._room(memory.nbytes) for _, memory in items)
+        page_bytes = self._files.values.page_bytes
+        need = sum(value_bytes(memory.nbytes, page_bytes) for _, memory in items)
         for _ in range(_TRIES - 1):
             try:
                 self._put_once(items)
@@ -91,12 +103,14 @@ class Budget:
         with self._files.index.read() as txn:
             freed = self._ledger.freed(txn)
         with self._files.values.write() as txn:
-            for number in freed:
-                txn.delete(number, db=self._values)
+            for numbers in freed.values():
+                for number in numbers:
+                    txn.delete(number, db=self._values)
             with txn.cursor(self._values) as cursor:
                 cursor.putmulti(items)
         with self._lock:
             self._deleted.update(freed)
+            self._written.update(number for number, _ in items)
 
     def _make_room(self, need: int) -> None:
         """Evict twice what is needed, and let two transactions pass in both files, so that LMDB
@@ -154,27 +168,22 @@ class Budget:
 
     def free(self, txn: Transaction, rows: Sequence[Row]) -> int:
         """Have the values of removed rows deleted; the bytes they take."""
-        total = 0
-        for row in rows:
-            room = self._room(row.checksum.length)
-            self._ledger.free(txn, row.location, room)
-            total += room
-        return total
+        page_bytes = self._files.values.page_bytes
+        rooms = {row.location: value_bytes(row.checksum.length, page_bytes) for row in rows}
+        self._ledger.free(txn, rooms)
+        return sum(rooms.values())
 
     def _occupied(self, txn: Transaction) -> tuple[int, int]:
-        """Bytes of the values that rows name, and bytes that are promised to places."""
-        reserved, freed = self._ledger.reserved_rooms(txn), self._ledger.freed_rooms(txn)
+        """Bytes of the values that rows name, and bytes that are promised to places.
+
+        What other processes have just written counts as promised too, and what they have just
+        deleted is taken off once too often: off by their last batches, for which there is headroom.
+        """
+        reserved = self._ledger.reserved_rooms(txn)
+        with self._lock:
+            written = self._written & reserved.keys()
+        freed = sum(sum(rooms.values()) for rooms in self._ledger.freed(txn).values())
         with self._files.values.read_buffers() as values:
-            written = self._found(values, [*reserved, *freed])
             live = self._files.values.live_bytes(values)
-        promised = sum(room for one, room in reserved.items() if one not in written)
-        return live - sum(room for one, room in freed.items() if one in written), promised
-
-    def written(self, numbers: Collection[bytes]) -> set[bytes]:
-        """Those whose value is in the file."""
-        with self._files.values.read_buffers() as values:
-            return self._found(values, numbers)
-
-    def _found(self, values: BufferTransaction, numbers: Collection[bytes]) -> set[bytes]:
-        # A view of a value reads nothing of it.
-        return {one for one in numbers if values.get(one, db=self._values) is not None}
+        promised = sum(room for number, room in reserved.items() if number not in written)
+        return live - freed, promised

@@ -5,6 +5,8 @@ never read from the disk along with blocks. LMDB never overwrites a page that a 
 a transaction frees can be used again by the second transaction after it. So a part of each file is
 kept free for it to work in, and blocks are evicted before a file is full. No file can outgrow its
 map.
+
+Where the values are written into the map, their file takes the whole capacity at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.config import MIB
-from tiered_kv.index import Environment, bytes_beside_data, data_bytes
+from tiered_kv.index import Environment, WriteMap, bytes_beside_data, data_bytes
 from tiered_kv_lmdb.settings import LmdbSettings
 
 __all__ = ["Space", "TierFiles", "value_bytes"]
@@ -62,11 +64,16 @@ class TierFiles:
         self.path = settings.path
         beside = bytes_beside_data(self.path, (_VALUES,)) if self.path.is_dir() else 0
         share = max(settings.capacity // _INDEX_SHARE, _LEAST_INDEX_BYTES)
-        self.index = self._open(self.path, "lmdb", share + beside, self._drop_values)
+        self.index = self._open(self.path, "lmdb", share + beside, self._drop_values, None)
         self._values: Environment | None = None
 
     def _open(
-        self, path: Path, kind: str, max_bytes: int, on_empty: Callable[[], None]
+        self,
+        path: Path,
+        kind: str,
+        max_bytes: int,
+        on_empty: Callable[[], None],
+        writemap: WriteMap | None,
     ) -> Environment:
         return Environment.open(
             path,
@@ -78,6 +85,7 @@ class TierFiles:
             force=self._settings.force,
             own_budget=(_VALUES,),
             on_empty=on_empty,
+            writemap=writemap,
         )
 
     def _drop_values(self) -> None:
@@ -90,7 +98,11 @@ class TierFiles:
         empty: no row may stay. Raises as `Environment.open` does."""
         beside = bytes_beside_data(self.path, (_VALUES,))
         rest = self._settings.capacity - self.index.map_bytes - beside
-        self._values = self._open(self.path / _VALUES, "lmdb-values", rest, on_lost)
+        wish = None
+        if self._settings.writemap == "auto":
+            disk = os.statvfs(self.path)
+            wish = WriteMap(self._settings.min_free.of(disk.f_blocks * disk.f_frsize))
+        self._values = self._open(self.path / _VALUES, "lmdb-values", rest, on_lost, wish)
 
     @property
     def values(self) -> Environment:

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from tiered_kv.index import BlockIndex, BufferTransaction, Row, Transaction
 from tiered_kv.values import BlockKey, BlockStatus
 from tiered_kv_lmdb.budget import Budget
 from tiered_kv_lmdb.files import Space, TierFiles
-from tiered_kv_lmdb.ledger import Ledger, packed
+from tiered_kv_lmdb.ledger import Ledger, Reserved
 from tiered_kv_lmdb.settings import LmdbSettings
 
 __all__ = ["LmdbStore"]
@@ -32,14 +31,6 @@ _SWEEP_SECONDS = 60.0
 _SWEEP_AGAIN_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Token of a place."""
-
-    number: bytes
-    """Key of the value."""
 
 
 class LmdbStore:
@@ -60,8 +51,8 @@ class LmdbStore:
         self._tier = context.tier
         self._writable = context.writable and settings.writable
         self._lock = threading.Lock()
-        self._held: set[bytes] = set()
-        self._given_up: set[bytes] = set()
+        self._held: set[Reserved] = set()
+        self._given_up: set[Reserved] = set()
         self._swept: float | None = None
         self._closed = False
         self._files = TierFiles(settings, context.tier)
@@ -158,7 +149,7 @@ class LmdbStore:
             raise self._unreachable(error) from error
         places, evicted = self._budget.in_index(lambda txn: self._reserve(txn, blocks, space))
         with self._lock:
-            self._held.update(_number(place) for place in places if place is not None)
+            self._held.update(_reserved(place) for place in places if place is not None)
         self._budget.count_evicted(evicted)
         return places
 
@@ -169,18 +160,14 @@ class LmdbStore:
         wanted = [block for block, row in zip(blocks, rows, strict=True) if row is None]
         if not wanted:
             return [None] * len(blocks), 0
-        evicted = self._budget.evict_for(txn, self._budget.need(wanted), space)
-        number = self._index.next_generation(txn, len(wanted))
-        places: list[Place | None] = []
-        for block, row in zip(blocks, rows, strict=True):
-            if row is not None:
-                places.append(None)
-                continue
-            name = packed(number)
-            number += 1
-            self._ledger.reserve(txn, name, self._budget.need([block]))
-            places.append(Place(block, _Room(name)))
-        return places, evicted
+        rooms = self._budget.rooms(wanted)
+        evicted = self._budget.evict_for(txn, sum(rooms), space)
+        first = self._index.next_generation(txn, len(wanted))
+        given = iter(self._ledger.reserve(txn, first, rooms))
+        return [
+            Place(block, next(given)) if row is None else None
+            for block, row in zip(blocks, rows, strict=True)
+        ], evicted
 
     def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
         """See `BlockStore.write`."""
@@ -194,10 +181,11 @@ class LmdbStore:
                     f"{place.block.checksum.length} bytes"
                 )
         if places:
-            numbers = [_number(place) for place in places]
+            reserved = [_reserved(place) for place in places]
+            numbers = [one.number for one in reserved]
             items = sorted(zip(numbers, memory, strict=True), key=lambda item: item[0])
             with self._files.index.read() as txn:
-                self._ledger.check_reserved(txn, numbers)
+                self._ledger.check_reserved(txn, reserved)
             self._budget.put(items)
 
     def publish(self, places: Sequence[Place]) -> None:
@@ -205,42 +193,45 @@ class LmdbStore:
         self._check_writable()
         if not places:
             return
-        numbers = [_number(place) for place in places]
-        if len(self._budget.written(numbers)) < len(set(numbers)):
+        reserved = [_reserved(place) for place in places]
+        if not self._budget.all_written({one.number for one in reserved}):
             raise ValueError("a place is published before it was written")
-        self._budget.in_index(lambda txn: self._publish(txn, places))
-        with self._lock:
-            self._held.difference_update(numbers)
+        self._budget.in_index(lambda txn: self._publish(txn, places, reserved))
+        self._let_go(reserved)
 
-    def _publish(self, txn: Transaction, places: Sequence[Place]) -> None:
-        numbers = [_number(place) for place in places]
-        self._ledger.check_reserved(txn, numbers)
+    def _publish(
+        self, txn: Transaction, places: Sequence[Place], reserved: Sequence[Reserved]
+    ) -> None:
+        self._ledger.check_reserved(txn, reserved)
+        self._ledger.settle(txn, reserved)
         blocks: list[tuple[BlockKey, Row]] = []
-        for place, number in zip(places, numbers, strict=True):
-            self._ledger.settle(txn, number)
-            row = Row(place.block.checksum, 0, number, int.from_bytes(number, "big"))
-            blocks.append((place.block.key, row))
+        for place, one in zip(places, reserved, strict=True):
+            generation = int.from_bytes(one.number, "big")
+            blocks.append((place.block.key, Row(place.block.checksum, 0, one.number, generation)))
         self._budget.free(txn, self._index.publish(txn, blocks))
+
+    def _let_go(self, reserved: Collection[Reserved]) -> None:
+        self._budget.settled(one.number for one in reserved)
+        with self._lock:
+            self._held.difference_update(reserved)
 
     def abandon(self, places: Sequence[Place]) -> None:
         """See `BlockStore.abandon`."""
         self._check_writable()
         if places:
-            self._release([_number(place) for place in places])
+            self._release([_reserved(place) for place in places])
 
-    def _release(self, numbers: Collection[bytes]) -> None:
+    def _release(self, reserved: Collection[Reserved]) -> None:
         try:
             with self._files.index.write() as txn:
-                for number in numbers:
-                    self._ledger.release(txn, number)
+                self._ledger.release(txn, reserved)
         except (TierError, RetryLater) as error:
             # The next sweep, here or after our end elsewhere, gives it back.
             logger.warning("tier %s: room not given back yet: %s", self._tier, error)
             with self._lock:
-                self._given_up.update(numbers)
+                self._given_up.update(reserved)
                 self._swept = None
-        with self._lock:
-            self._held.difference_update(numbers)
+        self._let_go(reserved)
 
     # ------------------------------------------------------------------------------------ load
 
@@ -324,9 +315,9 @@ class LmdbStore:
             self._swept = time.monotonic()
             given_up, self._given_up = self._given_up, set()
         with self._files.index.read() as txn:
-            numbers = given_up.union(self._ledger.of_the_dead(txn))
-        if numbers:
-            self._release(numbers)
+            reserved = given_up.union(self._ledger.of_the_dead(txn))
+        if reserved:
+            self._release(reserved)
         return True
 
     def _drop_orphans(self) -> None:
@@ -334,15 +325,14 @@ class LmdbStore:
         place was written after another process had taken its owner for dead."""
         with self._files.values.read() as values, self._files.index.read() as txn:
             rows = txn.stat(self._files.index.database("rows"))["entries"]
-            if values.stat(self._values)["entries"] <= rows + self._ledger.count(txn):
+            if values.stat(self._values)["entries"] <= rows + len(self._ledger.numbers(txn)):
                 return
         with self._files.index.write() as txn:
             named = self._ledger.numbers(txn)
             named.update(row.location for _, _, row in self._index.all_rows(txn))
             with self._files.values.read() as values, values.cursor(self._values) as cursor:
                 orphans = set(cursor.iternext(values=False)) - named
-            for number in orphans:
-                self._ledger.free(txn, number, 0)
+            self._ledger.free(txn, dict.fromkeys(orphans, 0))
         if orphans:
             logger.warning("tier %s: %d values without a row removed", self._tier, len(orphans))
 
@@ -383,8 +373,8 @@ class LmdbStore:
         )
 
 
-def _number(place: Place) -> bytes:
+def _reserved(place: Place) -> Reserved:
     token = place.token
-    if not isinstance(token, _Room):
+    if not isinstance(token, Reserved):
         raise ValueError(f"a place of another store: {token!r}")
-    return token.number
+    return token

@@ -1,15 +1,17 @@
-"""The one place where this backend translates errors of the operating system."""
+"""The one place where this backend translates errors of the operating system and of KvikIO."""
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tiered_kv.errors import NoSpace, TierError
+from tiered_kv_nvme.groups import EndOfFile
 
-__all__ = ["OUT_OF_SPACE", "translate", "translated"]
+__all__ = ["OUT_OF_SPACE", "of_kvikio", "translate", "translated"]
 
 OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Nothing is wrong with the disk: it is full, or the user's quota is."""
@@ -42,3 +44,14 @@ def translated(doing: str, path: Path, tier: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise translate(error, doing, path, tier) from error
+
+
+def of_kvikio(error: Exception) -> OSError:
+    """The same as an error of the operating system. KvikIO's errors are RuntimeErrors whose text
+    ends with what the system said; one that says nothing of the kind has no number."""
+    text = str(error).strip()
+    said = text.rpartition(": ")[2]
+    if said == "EOF":
+        return EndOfFile(errno.ENODATA, "end of file")
+    number = next((code for code in errno.errorcode if os.strerror(code) == said), 0)
+    return OSError(number, said if number else f"KvikIO: {text}")

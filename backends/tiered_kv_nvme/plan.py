@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiered_kv.values import PAGE_BYTES
-from tiered_kv_nvme.posix import SECTOR_BYTES, Group
+from tiered_kv_nvme.groups import Group
+from tiered_kv_nvme.posix import SECTOR_BYTES
 
-__all__ = ["GROUP_BYTES", "Piece", "Plan", "anonymous", "flat", "plan"]
+__all__ = ["GROUP_BYTES", "Piece", "Plan", "address_of", "anonymous", "flat", "plan"]
 
 GROUP_BYTES = 4 * 2**20
 """Size from which on larger calls bring nothing."""
@@ -45,6 +47,24 @@ class Plan:
     tails: list[tuple[memoryview, memoryview]] = field(default_factory=list)
     """(the block's tail, the page that stands for it)."""
 
+    def refuse_unaligned(self, failed: Mapping[int, OSError]) -> None:
+        """Say so where blocks failed because their memory does not suit direct I/O. Asked only
+        then: to find out an address costs more than all else that is done for a small block.
+
+        Raises:
+            ValueError: the memory of a block is not aligned.
+        """
+        if not any(error.errno == errno.EINVAL for error in failed.values()):
+            return
+        for group in self.groups:
+            for view, position in zip(group.views, group.positions, strict=True):
+                address = address_of(view)
+                if address % SECTOR_BYTES:
+                    raise ValueError(
+                        f"the memory of block {position} of the batch begins at {address:#x}; "
+                        "expected a page-aligned slot of a host pool"
+                    )
+
     def unload(self) -> None:
         """After reading: copy the tails to where they belong."""
         for tail, page in self.tails:
@@ -61,25 +81,36 @@ def flat(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
+def address_of(view: memoryview) -> int:
+    """Where in memory a view begins."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
 def plan(pieces: Iterable[Piece], fds: Mapping[int, int], *, writing: bool) -> Plan:
     """Sort the pieces by place and join neighbours into groups of about 4 MiB.
 
     Raises:
-        ValueError: a view is empty or not aligned.
+        ValueError: a view is empty.
     """
-    ordered = sorted(pieces, key=lambda piece: (piece.number, piece.offset))
+    ordered = sorted(pieces, key=_place)
     made = Plan()
     open_tails = sum(1 for piece in ordered if piece.view.nbytes % PAGE_BYTES)
     pages = anonymous(open_tails * PAGE_BYTES) if open_tails else memoryview(b"")
     builder = _Builder(made.groups)
     for piece in ordered:
-        _check_aligned(piece)
         fd, view, offset = fds[piece.number], piece.view, piece.offset
-        body = view.nbytes - view.nbytes % PAGE_BYTES
+        size = view.nbytes
+        if not size:
+            raise ValueError(f"block {piece.position} of the batch is empty")
+        body = size - size % PAGE_BYTES
+        if size == body <= GROUP_BYTES:
+            builder.add(fd, offset, view, piece.position)
+            continue
         for start in range(0, body, GROUP_BYTES):
             stop = min(start + GROUP_BYTES, body)
             builder.add(fd, offset + start, view[start:stop], piece.position)
-        if body < view.nbytes:
+        if body < size:
             page, pages = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
             tail = view[body:]
             if writing:
@@ -90,15 +121,8 @@ def plan(pieces: Iterable[Piece], fds: Mapping[int, int], *, writing: bool) -> P
     return made
 
 
-def _check_aligned(piece: Piece) -> None:
-    if not piece.view.nbytes:
-        raise ValueError(f"block {piece.position} of the batch is empty")
-    address = np.frombuffer(piece.view, np.uint8).__array_interface__["data"][0]
-    if address % SECTOR_BYTES:
-        raise ValueError(
-            f"the memory of block {piece.position} of the batch begins at {address:#x}; "
-            "expected a page-aligned slot of a host pool"
-        )
+def _place(piece: Piece) -> tuple[int, int]:
+    return piece.number, piece.offset
 
 
 class _Builder:

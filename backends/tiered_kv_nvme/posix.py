@@ -1,5 +1,8 @@
 """The posix I/O engine: vectored reads and writes, several groups in flight, direct if possible.
 
+A group that comes alone, as most do, is moved by the thread that asks for it: it would do nothing
+else meanwhile, and handing it over and back costs as much as moving it.
+
 Groups of about 4 MiB are what pays: a call per block costs several times the processor time. The
 calls are aiofiles' wrapped `preadv` and `pwritev` on the engine's own daemon threads; a loop in a
 daemon thread hands the next group to whichever thread is free. Twice as many groups as threads
@@ -13,30 +16,61 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from aiofiles.os import wrap
 
 from tiered_kv.errors import TierError
 from tiered_kv.threads import DaemonExecutor
 from tiered_kv.values import PAGE_BYTES
+from tiered_kv_nvme.groups import EndOfFile, Group
 
-__all__ = ["DirectMode", "EndOfFile", "Group", "PosixIo", "probe_direct", "probe_direct_reading"]
+__all__ = ["DirectMode", "PosixIo", "open_probe", "probe_direct", "probe_direct_reading"]
 
 SECTOR_BYTES = 512
 """Least alignment that direct I/O can have."""
 
 PROBE_NAME = "probe.tmp"
 
-_preadv: Callable[..., Awaitable[int]] = wrap(os.preadv)
-_pwritev: Callable[..., Awaitable[int]] = wrap(os.pwritev)
-_fdatasync: Callable[..., Awaitable[None]] = wrap(os.fdatasync)
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """How bytes are moved: by threads of ours, or at once."""
+
+    preadv: Callable[..., Awaitable[int]]
+    pwritev: Callable[..., Awaitable[int]]
+    fdatasync: Callable[..., Awaitable[None]]
+
+    @classmethod
+    def by(cls, executor: Executor) -> _Calls:
+        """In the executor's threads."""
+        return cls(
+            partial(wrap(os.preadv), executor=executor),
+            partial(wrap(os.pwritev), executor=executor),
+            partial(wrap(os.fdatasync), executor=executor),
+        )
 
 
-class EndOfFile(OSError):
-    """The file ends before the bytes that were asked for."""
+async def _preadv(fd: int, views: list[memoryview], offset: int) -> int:
+    return os.preadv(fd, views, offset)
+
+
+async def _pwritev(fd: int, views: list[memoryview], offset: int) -> int:
+    return os.pwritev(fd, views, offset)
+
+
+async def _fdatasync(fd: int) -> None:
+    os.fdatasync(fd)
+
+
+_AT_ONCE = _Calls(_preadv, _pwritev, _fdatasync)
+
+_Move: TypeAlias = Callable[[Group, _Calls], Awaitable[dict[int, OSError]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +101,7 @@ def probe_direct(directory: Path) -> DirectMode:
         OSError: the directory cannot be written to at all.
     """
     try:
-        fd = _open_probe(directory, os.O_DIRECT)
+        fd = open_probe(directory, os.O_DIRECT)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
@@ -111,7 +145,12 @@ def _judge(call: Callable[[memoryview, int], int], view: memoryview) -> DirectMo
     return DirectMode(0, "the file system refuses aligned O_DIRECT")
 
 
-def _open_probe(directory: Path, flags: int) -> int:
+def open_probe(directory: Path, flags: int) -> int:
+    """A new file in `directory` that has no name: what is tried with it leaves nothing behind.
+
+    Raises:
+        OSError: the directory cannot be written to, or not with these flags.
+    """
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
@@ -134,23 +173,9 @@ def _accepts(call: Callable[[memoryview, int], int], view: memoryview, offset: i
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One vectored call: contiguous in the file, scattered in memory."""
-
-    fd: int
-    offset: int
-    views: tuple[memoryview, ...]
-    """At most 1,024, aligned for the file's mode."""
-    positions: tuple[int, ...]
-    """For each view, which block of the caller's batch it belongs to."""
-
-
 class PosixIo:
-    """Runs groups on at most `threads` daemon threads of its own. Thread-safe.
-
-    The calls block until no thread touches the memory any more, also when some groups failed.
-    """
+    """A `GroupIo` that runs groups on at most `threads` daemon threads of its own, and single ones
+    on as many threads of its callers."""
 
     def __init__(self, threads: int, tier: str, *, alignment: int) -> None:
         """Start nothing yet. `alignment` as in `DirectMode`, 0 where files are buffered."""
@@ -158,60 +183,35 @@ class PosixIo:
         self._tier = tier
         self._alignment = alignment or 1
         self._executor = DaemonExecutor(threads, f"tiered-kv-{tier}-io")
-        self._lock = threading.Lock()
+        self._calls = _Calls.by(self._executor)
+        self._alone = threading.Semaphore(threads)
+        self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._running = 0
         self._closed = False
 
     def read_groups(self, groups: Sequence[Group]) -> dict[int, OSError]:
-        """Fill the groups' memory; gives an error per block that could not be read whole. What
-        lies beside a place that cannot be read is read all the same.
-
-        Raises:
-            TierError: the engine was closed.
-        """
+        """See `GroupIo.read_groups`."""
         return self._drive(groups, self._read_apart)
 
     def write_groups(self, groups: Sequence[Group]) -> dict[int, OSError]:
-        """Write the groups' memory; gives an error per block that may not be written whole.
-
-        Raises:
-            TierError: the engine was closed.
-        """
+        """See `GroupIo.write_groups`."""
         return self._drive(groups, self._write_together)
 
     def flush(self, fds: Sequence[int]) -> None:
-        """`fdatasync` each file.
-
-        Raises:
-            OSError: the first flush that failed, after all have ended.
-            TierError: the engine was closed.
-        """
+        """See `GroupIo.flush`."""
         groups = [Group(fd, 0, (), (place,)) for place, fd in enumerate(fds)]
-        for error in self._drive(groups, self._flush_one).values():
+        for error in self._drive(groups, _flush_one).values():
             raise error
 
-    async def readv(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
-        """Fill `views` from `offset` on, going on after short reads.
+    def modes(self) -> Mapping[str, str]:
+        """See `GroupIo.modes`."""
+        return {"engine": "posix"}
 
-        Raises:
-            EndOfFile: the file ends before.
-            OSError: the read failed.
-        """
-        await self._whole(_preadv, fd, views, offset)
-
-    async def writev(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
-        """Write `views` from `offset` on, going on after short writes.
-
-        Raises:
-            OSError: the write failed.
-        """
-        await self._whole(_pwritev, fd, views, offset)
-
-    async def _read_apart(self, group: Group) -> dict[int, OSError]:
+    async def _read_apart(self, group: Group, calls: _Calls) -> dict[int, OSError]:
         try:
-            await self.readv(group.fd, group.views, group.offset)
+            await self._whole(calls.preadv, group.fd, group.views, group.offset, reading=True)
         except OSError as error:
             if len(group.views) == 1:
                 return {group.positions[0]: error}
@@ -221,22 +221,15 @@ class PosixIo:
         offset = group.offset
         for view, position in zip(group.views, group.positions, strict=True):
             try:
-                await self.readv(group.fd, (view,), offset)
+                await self._whole(calls.preadv, group.fd, (view,), offset, reading=True)
             except OSError as error:
                 failed[position] = error
             offset += view.nbytes
         return failed
 
-    async def _write_together(self, group: Group) -> dict[int, OSError]:
+    async def _write_together(self, group: Group, calls: _Calls) -> dict[int, OSError]:
         try:
-            await self.writev(group.fd, group.views, group.offset)
-        except OSError as error:
-            return dict.fromkeys(group.positions, error)
-        return {}
-
-    async def _flush_one(self, group: Group) -> dict[int, OSError]:
-        try:
-            await _fdatasync(group.fd, executor=self._executor)
+            await self._whole(calls.pwritev, group.fd, group.views, group.offset, reading=False)
         except OSError as error:
             return dict.fromkeys(group.positions, error)
         return {}
@@ -247,47 +240,51 @@ class PosixIo:
         fd: int,
         views: Sequence[memoryview],
         offset: int,
+        *,
+        reading: bool,
     ) -> None:
+        """Move all of `views`, going on after short calls.
+
+        Raises:
+            EndOfFile: the file ends before what is to be read.
+            OSError: the call failed.
+        """
         left = list(views)
         total = sum(view.nbytes for view in left)
         while left:
-            count = await call(fd, left, offset, executor=self._executor)
+            count = await call(fd, left, offset)
             if count == total:
                 return
             # A direct call may go on at aligned offsets only.
             count -= count % self._alignment
             if count == 0:
-                if call is _pwritev:
-                    raise OSError(errno.EIO, f"nothing could be written at byte {offset}")
-                raise EndOfFile(errno.ENODATA, f"end of file at byte {offset}")
+                if reading:
+                    raise EndOfFile(errno.ENODATA, f"end of file at byte {offset}")
+                raise OSError(errno.EIO, f"nothing could be written at byte {offset}")
             offset += count
             total -= count
             left = list(_drop(left, count))
 
-    def _drive(
-        self,
-        groups: Sequence[Group],
-        move: Callable[[Group], Awaitable[dict[int, OSError]]],
-    ) -> dict[int, OSError]:
+    def _drive(self, groups: Sequence[Group], move: _Move) -> dict[int, OSError]:
         if not groups:
             return {}
-        loop = self._enter()
+        self._enter()
         try:
-            return asyncio.run_coroutine_threadsafe(self._all(groups, move), loop).result()
+            if len(groups) == 1:
+                with self._alone:
+                    return _at_once(move(groups[0], _AT_ONCE))
+            moves = self._all(groups, move)
+            return asyncio.run_coroutine_threadsafe(moves, self._started()).result()
         finally:
             self._leave()
 
-    async def _all(
-        self,
-        groups: Sequence[Group],
-        move: Callable[[Group], Awaitable[dict[int, OSError]]],
-    ) -> dict[int, OSError]:
+    async def _all(self, groups: Sequence[Group], move: _Move) -> dict[int, OSError]:
         failed: dict[int, OSError] = {}
         queue = iter(groups)
 
         async def work() -> None:
             for group in queue:
-                failed.update(await move(group))
+                failed.update(await move(group, self._calls))
 
         width = min(len(groups), 2 * self._threads)
         # Not a TaskGroup: a cancelled call goes on in its thread, and the memory must be ours
@@ -298,10 +295,14 @@ class PosixIo:
                 raise end
         return failed
 
-    def _enter(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
+    def _enter(self) -> None:
+        with self._changed:
             if self._closed:
                 raise TierError(f"tier {self._tier}: its I/O was closed", tier=self._tier)
+            self._running += 1
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._changed:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
@@ -311,13 +312,13 @@ class PosixIo:
                     daemon=True,
                 )
                 self._thread.start()
-            self._running += 1
             return self._loop
 
     def _leave(self) -> None:
-        with self._lock:
+        with self._changed:
             self._running -= 1
             self._stop_if_idle()
+            self._changed.notify_all()
 
     def _stop_if_idle(self) -> None:
         if self._closed and not self._running and self._loop is not None:
@@ -326,19 +327,36 @@ class PosixIo:
             self._executor.shutdown(wait=False)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Take no more calls; wait at most `timeout` seconds for those that run.
-
-        True when all ended. One that hangs keeps its daemon threads, nothing else. Idempotent.
-        """
-        with self._lock:
+        """See `GroupIo.close`. A call that hangs keeps its daemon threads, nothing else."""
+        with self._changed:
             self._closed = True
             self._stop_if_idle()
             thread = self._thread
+            if not self._changed.wait_for(lambda: not self._running, timeout):
+                return False
         if thread is not None:
             thread.join(timeout)
             if thread.is_alive():
                 return False
         return self._executor.join(timeout)
+
+
+async def _flush_one(group: Group, calls: _Calls) -> dict[int, OSError]:
+    try:
+        await calls.fdatasync(group.fd)
+    except OSError as error:
+        return dict.fromkeys(group.positions, error)
+    return {}
+
+
+def _at_once(move: Awaitable[dict[int, OSError]]) -> dict[int, OSError]:
+    """Run what waits for nothing to its end."""
+    try:
+        next(move.__await__())
+    except StopIteration as end:
+        failed: dict[int, OSError] = end.value
+        return failed
+    raise RuntimeError("a call that was to be made at once waits for something")
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

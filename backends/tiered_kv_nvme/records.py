@@ -105,12 +105,16 @@ def _check(number: int, body: bytes) -> int:
 
 def contiguous(taken: npt.NDArray[np.uint8], count: int) -> list[int]:
     """At most `count` free slots: the shortest run that is long enough, else the longest ones."""
-    free = np.flatnonzero(taken == 0)
-    if not free.size:
-        return []
-    runs = np.split(free, np.flatnonzero(np.diff(free) != 1) + 1)
-    enough = [run for run in runs if run.size >= count]
-    if enough:
-        return [int(slot) for slot in min(enough, key=len)[:count]]
-    runs.sort(key=len, reverse=True)
-    return sorted(int(slot) for slot in np.concatenate(runs)[:count])
+    edges = np.flatnonzero(np.diff(taken, prepend=1, append=1))
+    starts, lengths = edges[::2], edges[1::2] - edges[::2]
+    enough = np.flatnonzero(lengths >= count)
+    if enough.size:
+        start = int(starts[enough[np.argmin(lengths[enough])]])
+        return list(range(start, start + count))
+    found: list[int] = []
+    for run in np.argsort(-lengths, kind="stable"):
+        if len(found) >= count:
+            break
+        start = int(starts[run])
+        found += range(start, start + min(int(lengths[run]), count - len(found)))
+    return sorted(found)

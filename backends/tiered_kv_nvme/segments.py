@@ -22,7 +22,7 @@ import re
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,15 @@ from tiered_kv.values import FORMAT_VERSION, PAGE_BYTES, BlockKey, ChecksumKind
 from tiered_kv_nvme.faults import translated
 from tiered_kv_nvme.posix import SECTOR_BYTES, DirectMode
 
-__all__ = ["Leased", "SegmentFiles", "SegmentHeader", "SegmentLayout", "SlotEntry", "round_up"]
+__all__ = [
+    "Leased",
+    "SegmentFiles",
+    "SegmentHeader",
+    "SegmentLayout",
+    "SlotEntry",
+    "pack_entry",
+    "round_up",
+]
 
 SEGMENT_NAME = re.compile(r"segment-(\d{6,10})", re.ASCII)
 MAGIC = b"TKVSEG\r\n"
@@ -48,6 +56,7 @@ _HEADER = struct.Struct(">8sI16sQQI8sQII")
 _ENTRY = struct.Struct(">4sQQIQQ8sH256s")
 _CHECK = struct.Struct(">Q")
 _ENTRY_MAGIC = b"SLOT"
+_KIND_NAMES = {kind: kind.value.encode("ascii") for kind in ChecksumKind}
 
 
 def round_up(size: int, unit: int) -> int:
@@ -157,18 +166,11 @@ class SlotEntry:
 
     def pack(self) -> bytes:
         """`PACKED_BYTES` bytes, to be padded to the table's stride."""
-        body = _ENTRY.pack(
-            _ENTRY_MAGIC,
-            self.epoch,
-            self.generation,
-            self.rank,
-            self.checksum.length,
-            self.checksum.value,
-            self.checksum.kind.value.encode("ascii"),
-            len(self.key),
-            self.key,
+        packed = bytearray(self.PACKED_BYTES)
+        pack_entry(
+            memoryview(packed), 0, self.key, self.rank, self.checksum, self.epoch, self.generation
         )
-        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+        return bytes(packed)
 
     @classmethod
     def unpack(cls, data: bytes) -> SlotEntry | None:
@@ -184,6 +186,33 @@ class SlotEntry:
             return None
         checksum = BlockChecksum(length, value, ChecksumKind(name))
         return cls(BlockKey(key[:key_bytes]), rank, checksum, epoch, generation)
+
+
+def pack_entry(
+    table: memoryview,
+    offset: int,
+    key: BlockKey,
+    rank: int,
+    checksum: BlockChecksum,
+    epoch: int,
+    generation: int,
+) -> None:
+    """Write what `SlotEntry.pack` gives to byte `offset` of `table`."""
+    _ENTRY.pack_into(
+        table,
+        offset,
+        _ENTRY_MAGIC,
+        epoch,
+        generation,
+        rank,
+        checksum.length,
+        checksum.value,
+        _KIND_NAMES[checksum.kind],
+        len(key),
+        key,
+    )
+    end = offset + _ENTRY.size
+    _CHECK.pack_into(table, end, xxhash.xxh3_64_intdigest(table[offset:end]))
 
 
 class _OpenFile:
@@ -214,14 +243,23 @@ class SegmentFiles:
     """
 
     def __init__(
-        self, directory: Path, tier: str, mode: DirectMode, *, writable: bool, sync: bool
+        self,
+        directory: Path,
+        tier: str,
+        mode: DirectMode,
+        *,
+        writable: bool,
+        sync: bool,
+        closing: Callable[[int], None] = lambda fd: None,
     ) -> None:
-        """`sync`: flush the directory when a file is made (durability other than none)."""
+        """`sync`: flush the directory when a file is made (durability other than none).
+        `closing` is called with each descriptor that was leased, right before it is closed."""
         self._directory = directory
         self._tier = tier
         self._mode = mode
         self._writable = writable
         self._sync = sync
+        self._closing = closing
         self._lock = threading.Lock()
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self.sparse = False
@@ -231,6 +269,11 @@ class SegmentFiles:
     def stride(self) -> int:
         """Bytes between header table entries of new files."""
         return max(SECTOR_BYTES, self._mode.alignment)
+
+    @property
+    def directory(self) -> Path:
+        """Where they all lie."""
+        return self._directory
 
     def path(self, number: int) -> Path:
         """Where the segment lies."""
@@ -405,6 +448,7 @@ class SegmentFiles:
 
     def _close_unused(self, file: _OpenFile) -> None:
         if not file.kept and not file.users:
+            self._closing(file.fd)
             os.close(file.fd)
             file.users = -1  # closed: never a second time, the number may be another file's by then
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tiered_kv.config import GIB, ByteSize, Directory, SizeOrPercent, TierSettings
 from tiered_kv.values import PAGE_BYTES
 
 __all__ = ["NvmeSettings"]
+
+
+def _word(value: object) -> object:
+    """YAML reads a bare `on` as true, and a bare `off` as false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class NvmeSettings(TierSettings, frozen=True):
@@ -34,17 +39,26 @@ class NvmeSettings(TierSettings, frozen=True):
         le=64 * GIB,
         description="Size of a segment file; made smaller where fewer than 8 would fit.",
     )
-    io: Literal["auto", "posix"] = Field(
+    io: Literal["auto", "posix", "kvikio"] = Field(
         default="auto",
-        description="I/O engine. posix: vectored reads and writes, direct where the directory "
-        "allows it, else buffered; auto: the fastest that works in this directory.",
+        description="I/O engine between the disk and host memory. posix: vectored reads and "
+        "writes, direct where the directory allows it, else buffered; kvikio: KvikIO, which needs "
+        "a CUDA driver and a directory that allows direct I/O, and is refused elsewhere; auto: "
+        "posix, which is at least as fast for host memory.",
+    )
+    gpu_direct: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = Field(
+        default="auto",
+        description="Move blocks between the GPU and the disk with KvikIO, not by way of the host "
+        "pool. auto: where the engine's cache is on a CUDA device and GPUDirect Storage is in "
+        "effect; on: also through KvikIO's bounce buffers, and refused where KvikIO cannot work; "
+        "off: never.",
     )
     io_threads: int = Field(
         default=4,
         ge=1,
         le=64,
         strict=True,
-        description="Reads and writes that run at once in each process.",
+        description="Reads and writes that the posix engine runs at once in each process.",
         json_schema_extra={"unit": "threads"},
     )
     durability: Literal["none", "batch", "full"] = Field(

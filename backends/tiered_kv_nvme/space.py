@@ -5,7 +5,7 @@ Databases beside the index's own:
 * `segments`: number -> record with one bit per slot
 * `room`: slot class, number -> free slots and slots, for segments that have a free one
 * `slots`: number, slot -> full key, for published slots
-* `reserved`: owner's nonce, number, slot -> generation, for slots that wait for publication
+* `reserved`: owner's nonce, number -> (slot, generation) of slots that wait for publication
 * `owners`: nonce -> process and namespace that has the tier open for writing
 * `totals`: bytes of all segment files
 
@@ -27,6 +27,12 @@ import numpy as np
 
 from tiered_kv.index import BlockIndex, Environment, FullKey, Owner, Row, Transaction
 from tiered_kv_nvme.records import Extent, Segment, contiguous
+from tiered_kv_nvme.reservations import (
+    NONCE_BYTES,
+    Reservations,
+    reservation_key,
+    unpack_slots,
+)
 from tiered_kv_nvme.segments import SegmentFiles, SegmentHeader, SegmentLayout
 
 __all__ = ["Change", "Space"]
@@ -34,7 +40,6 @@ __all__ = ["Change", "Space"]
 _NUMBER = struct.Struct(">I")
 _PAIR = struct.Struct(">II")
 _U64 = struct.Struct(">Q")
-_NONCE_BYTES: Final = 8
 _BYTES_KEY: Final = b"bytes"
 _NEXT_KEY: Final = b"next"
 
@@ -59,7 +64,7 @@ class Space:
         self.files = files
         self.identity = environment.identity
         self.namespace_id = namespace_id
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
         """Names this store's reservations."""
         self.segments = environment.database("segments")
         self.room = environment.database("room")
@@ -104,27 +109,23 @@ class Space:
     def held(self, extents: Sequence[Extent]) -> dict[int, SegmentLayout]:
         """By generation, how the segments of those extents are cut that are still reserved by
         this store."""
-        layouts: dict[int, SegmentLayout | None] = {}
         found: dict[int, SegmentLayout] = {}
         with self._environment.read() as txn:
-            for extent in extents:
-                if extent.number not in layouts:
-                    data = txn.get(_NUMBER.pack(extent.number), db=self.segments)
-                    segment = None if data is None else Segment.unpack(extent.number, data)
-                    layouts[extent.number] = None if segment is None else segment.layout
-                layout = layouts[extent.number]
-                if layout is not None and self.holds(txn, extent):
-                    found[extent.generation] = layout
+            for number in {extent.number for extent in extents}:
+                data = txn.get(_NUMBER.pack(number), db=self.segments)
+                segment = None if data is None else Segment.unpack(number, data)
+                if segment is not None:
+                    slots = unpack_slots(txn.get(self.reserved_key(number), db=self.reserved))
+                    found |= {
+                        extent.generation: segment.layout
+                        for extent in extents
+                        if extent.number == number and slots.get(extent.slot) == extent.generation
+                    }
         return found
 
-    def holds(self, txn: Transaction, extent: Extent) -> bool:
-        """Whether the slot is still reserved by this store."""
-        data = txn.get(self.reserved_key(extent), db=self.reserved)
-        return data is not None and _U64.unpack(data)[0] == extent.generation
-
-    def reserved_key(self, extent: Extent) -> bytes:
-        """Key of the extent's reservation by this store."""
-        return self.nonce + _PAIR.pack(extent.number, extent.slot)
+    def reserved_key(self, number: int) -> bytes:
+        """Key of this store's reservations in a segment."""
+        return reservation_key(self.nonce, number)
 
     def give_back(self) -> int | None:
         """Delete the least recently used segment, file first: on a full disk the index cannot
@@ -186,6 +187,7 @@ class Change:
         self._made = made
         self._loaded: dict[int, Segment | None] = {}
         self._dirty: set[int] = set()
+        self._reserved = Reservations(txn, space.reserved)
         if space.owner_due():
             self.register()
         for number, used in space.due_uses().items():
@@ -209,6 +211,7 @@ class Change:
             else:
                 self.txn.delete(pair, db=self._space.room)
         self._dirty.clear()
+        self._reserved.save()
 
     # ------------------------------------------------------------------------------ segments
 
@@ -351,44 +354,52 @@ class Change:
             segment = self.segment(number)
             if segment is None or len(extents) == count:
                 continue
-            for slot in contiguous(segment.taken, count - len(extents)):
-                segment.taken[slot] = 1
-                segment.reserved += 1
-                generation = first + len(extents)
+            slots = contiguous(segment.taken, count - len(extents))
+            segment.taken[slots] = 1
+            segment.reserved += len(slots)
+            reserved = self._reserved.slots(self._space.reserved_key(number))
+            for slot in slots:
+                reserved[slot] = generation = first + len(extents)
                 offset = segment.layout.offset(slot)
-                extent = Extent(number, segment.epoch, slot, offset, slot_class, generation)
-                value = _U64.pack(generation)
-                self.txn.put(self._space.reserved_key(extent), value, db=self._space.reserved)
-                extents.append(extent)
+                extents.append(Extent(number, segment.epoch, slot, offset, slot_class, generation))
             self._dirty.add(number)
         return extents
 
     def holds(self, extent: Extent) -> bool:
         """Whether the slot is still reserved by this store."""
-        return self._space.holds(self.txn, extent)
+        key = self._space.reserved_key(extent.number)
+        return self._reserved.slots(key).get(extent.slot) == extent.generation
 
-    def publish(self, extent: Extent, full_key: FullKey) -> None:
-        """A reserved slot now holds a published block."""
-        self.txn.delete(self._space.reserved_key(extent), db=self._space.reserved)
-        pair = _PAIR.pack(extent.number, extent.slot)
-        self.txn.put(pair, full_key, db=self._space.slots)
-        segment = self.segment(extent.number)
-        if segment is not None:
-            segment.reserved -= 1
-            segment.used = time.time_ns()
-            self._dirty.add(extent.number)
+    def publish(self, blocks: Sequence[tuple[Extent, FullKey]]) -> None:
+        """Reserved slots now hold published blocks."""
+        now = time.time_ns()
+        for extent, _ in blocks:
+            del self._reserved.slots(self._space.reserved_key(extent.number))[extent.slot]
+            segment = self.segment(extent.number)
+            if segment is not None:
+                segment.reserved -= 1
+                segment.used = now
+                self._dirty.add(extent.number)
+        with self.txn.cursor(self._space.slots) as cursor:
+            cursor.putmulti(
+                sorted((_PAIR.pack(extent.number, extent.slot), key) for extent, key in blocks)
+            )
 
-    def release(self, extent: Extent) -> None:
-        """Give a reserved slot back; ignored where it is not reserved any more."""
-        if self.holds(extent):
-            self._release(self._space.reserved_key(extent), extent.number, extent.slot)
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Give reserved slots back; those that are not reserved any more are ignored."""
+        for extent in extents:
+            if self.holds(extent):
+                self._release(self._space.reserved_key(extent.number), extent.number, [extent.slot])
 
-    def _release(self, key: bytes, number: int, slot: int) -> None:
-        self.txn.delete(key, db=self._space.reserved)
+    def _release(self, key: bytes, number: int, slots: Sequence[int]) -> None:
+        """Free slots that are reserved in the record under `key`."""
+        reserved = self._reserved.slots(key)
+        for slot in slots:
+            del reserved[slot]
         segment = self.segment(number)
         if segment is not None:
-            segment.reserved -= 1
-            segment.taken[slot] = 0
+            segment.reserved -= len(slots)
+            segment.taken[slots] = 0
             self._dirty.add(number)
 
     # ------------------------------------------------------------------------------ eviction
@@ -444,12 +455,8 @@ class Change:
         segment = self.segment(number)
         if segment is None:
             return 0
-        cursor = self.txn.cursor(db=self._space.reserved)
-        name = _NUMBER.pack(number)
-        keys = list(cursor.iternext(keys=True, values=False))
-        for key in keys:
-            if key[_NONCE_BYTES:].startswith(name):
-                self._release(key, *_PAIR.unpack(key[_NONCE_BYTES:]))
+        for key, _ in self._reserved.records(number=number):
+            self._release(key, number, list(self._reserved.slots(key)))
         lost = self.empty(segment)
         self.drop(segment)
         return lost
@@ -484,13 +491,9 @@ class Change:
     def withdraw(self, nonce: bytes) -> int:
         """Forget an owner and free what it had reserved; how many slots."""
         self.txn.delete(nonce, db=self._space.owners)
-        cursor = self.txn.cursor(db=self._space.reserved)
-        keys: list[bytes] = []
-        if cursor.set_range(nonce):
-            for key in cursor.iternext(keys=True, values=False):
-                if not key.startswith(nonce):
-                    break
-                keys.append(key)
-        for key in keys:
-            self._release(key, *_PAIR.unpack(key[_NONCE_BYTES:]))
-        return len(keys)
+        freed = 0
+        for key, number in self._reserved.records(nonce=nonce):
+            slots = list(self._reserved.slots(key))
+            self._release(key, number, slots)
+            freed += len(slots)
+        return freed

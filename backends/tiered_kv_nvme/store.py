@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreContext, StoreStat
-from tiered_kv.errors import NoSpace, TieredKVError, TierError
+from tiered_kv.errors import TieredKVError, TierError
 from tiered_kv.index import BlockIndex, Environment
-from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus
+from tiered_kv.values import PAGE_BYTES, BlockKey
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.directory import INDEX, prepare, probe, sweep, wipe
-from tiered_kv_nvme.faults import translate
+from tiered_kv_nvme.engines import direct_mode, engine_for
+from tiered_kv_nvme.kvikio_io import KvikioFiles
 from tiered_kv_nvme.plan import Piece, flat, plan
-from tiered_kv_nvme.posix import EndOfFile, PosixIo
-from tiered_kv_nvme.records import Extent
+from tiered_kv_nvme.reading import Reader, Reading
 from tiered_kv_nvme.room import RoomMaker
 from tiered_kv_nvme.segments import SegmentFiles, round_up
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.space import Space
-from tiered_kv_nvme.writing import Writer
+from tiered_kv_nvme.writing import Spot, Writer
 
 __all__ = ["NvmeStore"]
 
@@ -40,7 +41,8 @@ class NvmeStore:
             ConfigError: the capacity holds not even one block.
             IdentityError: the directory belongs to something else.
             FormatError: it was written by a newer format.
-            UnsupportedError: it lies on a network file system.
+            UnsupportedError: it lies on a network file system, or KvikIO is asked for and cannot
+                work here.
             TierError: it cannot be used now.
             NoSpace: the disk leaves no room for the index.
         """
@@ -55,12 +57,17 @@ class NvmeStore:
         self._budget = Budget(settings, index_path, least_slot=min(sizes), largest_slot=max(sizes))
         prepare(self._path, self._tier, make=settings.writable)
         self._mode = probe(self._path, self._tier, writable=settings.writable)
+        self._kvikio_files = KvikioFiles(writable=settings.writable)
+        moves_blocks = context.writable or not settings.writable
+        self._io = engine_for(settings, self._mode, self._kvikio_files, moves_blocks=moves_blocks)
+        self._direct_mode = direct_mode(settings) if moves_blocks else settings.gpu_direct
         self._files = SegmentFiles(
             self._path,
             self._tier,
             self._mode,
             writable=settings.writable,
             sync=settings.durability != "none",
+            closing=self._kvikio_files.forget,
         )
         self._environment = Environment.open(
             index_path,
@@ -75,7 +82,6 @@ class NvmeStore:
         self._closed = False
         self._space: Space | None = None
         self._writer: Writer | None = None
-        self._io = PosixIo(settings.io_threads, self._tier, alignment=self._mode.alignment)
         try:
             self._index = BlockIndex(
                 self._environment,
@@ -92,6 +98,9 @@ class NvmeStore:
                     settings, space, self._files, self._io, self._budget, context.geometry.rank
                 )
                 self._writer.count_evicted(self._settle_in(space))
+            self._reader = Reader(
+                self._tier, self._files, self._environment, self._index, self._writer
+            )
         except BaseException:
             self._environment.close()
             raise
@@ -157,77 +166,53 @@ class NvmeStore:
     def read(self, keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> list[ReadResult]:
         """See `BlockStore.read`. A block whose file has vanished or ends before it is MISSING,
         and its row is dropped."""
-        self._check_open()
         if len(keys) != len(memory):
             raise ValueError(f"{len(keys)} keys, but {len(memory)} pieces of memory")
-        results = [ReadResult(BlockStatus.MISSING)] * len(keys)
-        with self._environment.read() as txn:
-            rows = self._index.rows(txn, keys)
-        found = [
-            (position, row, Extent.of(row))
-            for position, (row, view) in enumerate(zip(rows, memory, strict=True))
-            if row is not None and row.checksum.length <= view.nbytes
-        ]
-        if not found:
-            return results
-        with self._files.lease(extent.number for _, _, extent in found) as leased:
-            fds = leased.fds
-            moves = plan(
-                (
-                    Piece(
-                        position,
-                        extent.number,
-                        extent.offset,
-                        flat(memory[position])[: row.checksum.length],
-                    )
-                    for position, row, extent in found
-                    if extent.number in fds
-                ),
-                fds,
-                writing=False,
-            )
+        with self.reading(keys, [view.nbytes for view in memory]) as batch:
+            pieces = [
+                Piece(
+                    one.position,
+                    one.spot.extent.number,
+                    one.spot.extent.offset,
+                    flat(memory[one.position])[: one.checksum.length],
+                )
+                for one in batch.found
+            ]
+            fds = {one.spot.extent.number: one.spot.fd for one in batch.found}
+            moves = plan(pieces, fds, writing=False)
             failed = self._io.read_groups(moves.groups)
+            moves.refuse_unaligned(failed)
             moves.unload()
-        with self._environment.read() as txn:
-            again = self._index.rows(txn, [keys[position] for position, _, _ in found])
-        gone: list[BlockKey] = []
-        for (position, row, extent), now in zip(found, again, strict=True):
-            error = leased.failed.get(extent.number) or failed.get(position)
-            if now != row:
-                continue
-            if isinstance(error, EndOfFile) or (error is None and extent.number not in fds):
-                gone.append(keys[position])
-            elif error is not None:
-                path = self._files.path(extent.number)
-                logger.warning("%s", translate(error, "read", path, self._tier))
-                results[position] = ReadResult(BlockStatus.TIER_ERROR)
-            else:
-                results[position] = ReadResult(BlockStatus.OK, row.checksum)
-        if self._space is not None:
-            self._space.note_use(fds)
-        if gone:
-            self._drop_gone(
-                gone, {e.number for _, _, e in found} - fds.keys() - leased.failed.keys()
-            )
-        return results
+            return batch.results(failed)
 
-    def _drop_gone(self, keys: Sequence[BlockKey], lost: set[int]) -> None:
-        logger.warning(
-            "tier %s: %d blocks are not in %s any more, somebody else changed it",
-            self._tier,
-            len(keys),
-            self._path,
-        )
-        if self._writer is None:
-            self._index.distrust(keys)
-            return
-        try:
-            if lost:
-                self._writer.lose(lost)
-            self.delete(keys)
-        except (NoSpace, TierError) as error:
-            # The answer stays right without it: the next read finds the same.
-            logger.warning("tier %s: their rows could not be dropped: %s", self._tier, error)
+    # ------------------------------------------------------------------------ without host memory
+
+    @property
+    def settings(self) -> NvmeSettings:
+        """The tier's settings."""
+        return self._settings
+
+    @property
+    def kvikio_files(self) -> KvikioFiles:
+        """KvikIO's handles of the descriptors that `reading` and `writing` give."""
+        return self._kvikio_files
+
+    def reading(
+        self, keys: Sequence[BlockKey], room: Sequence[int]
+    ) -> AbstractContextManager[Reading]:
+        """Where these blocks lie, for handlers that read them by themselves; what `read` owes is
+        in the answer of `Reading.results`. A block longer than its `room`, bytes, is MISSING."""
+        self._check_open()
+        return self._reader.reading(keys, room)
+
+    def writing(self, places: Sequence[Place]) -> AbstractContextManager[list[Spot]]:
+        """Where reserved places lie, for handlers that write them by themselves: whole pages, as
+        many as the block's length takes. In place of `write`.
+
+        Raises:
+            TierError: on entering, a segment's file has vanished or cannot be opened.
+        """
+        return self._for_writing("write").writing(places)
 
     # ------------------------------------------------------------------------------ the others
 
@@ -238,25 +223,13 @@ class NvmeStore:
 
     def discard(self, blocks: Sequence[NewBlock]) -> int:
         """See `BlockStore.discard`."""
-        space = self._for_writing("discard blocks").space
-        if not blocks:
-            return 0
-        with space.change() as change:
-            rows = self._index.rows(change.txn, [block.key for block in blocks])
-            keys = [
-                block.key
-                for block, row in zip(blocks, rows, strict=True)
-                if row is not None and row.checksum == block.checksum
-            ]
-            return change.evict(self._index.full_keys(keys))
+        writer = self._for_writing("discard blocks")
+        return writer.discard(blocks) if blocks else 0
 
     def delete(self, keys: Sequence[BlockKey]) -> int:
         """See `BlockStore.delete`."""
-        space = self._for_writing("delete blocks").space
-        if not keys:
-            return 0
-        with space.change() as change:
-            return change.evict(self._index.full_keys(keys))
+        writer = self._for_writing("delete blocks")
+        return writer.drop(keys) if keys else 0
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """See `BlockStore.touch`."""
@@ -288,11 +261,12 @@ class NvmeStore:
 
     def _modes(self) -> dict[str, str]:
         return {
-            "engine": "posix",
+            **self._io.modes(),
             "io": str(self._mode),
             "durability": self._settings.durability,
             "access": "read_write" if self._settings.writable else "read",
             "space": "sparse" if self._files.sparse else "preallocated",
+            "gpu_direct": self._direct_mode,
         }
 
     def _check_open(self) -> None:
@@ -315,7 +289,8 @@ class NvmeStore:
         ended = self._io.close(CLOSE_SECONDS)
         try:
             # While a write hangs its places stay reserved, until this process has ended.
-            if self._space is not None and ended:
+            hangs = not ended or (self._writer is not None and self._writer.is_writing)
+            if self._space is not None and not hangs:
                 self._space.leave()
             if self._settings.writable:
                 self._index.flush()

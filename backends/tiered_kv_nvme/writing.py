@@ -5,23 +5,25 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tiered_kv.contracts import NewBlock, Place
 from tiered_kv.errors import NoSpace, TieredKVError, TierError
 from tiered_kv.index import Row
-from tiered_kv.values import PAGE_BYTES
+from tiered_kv.values import PAGE_BYTES, BlockKey
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.faults import translate
+from tiered_kv_nvme.groups import Group, GroupIo
 from tiered_kv_nvme.plan import Piece, anonymous, flat, plan
-from tiered_kv_nvme.posix import Group, PosixIo
 from tiered_kv_nvme.records import Extent
 from tiered_kv_nvme.room import RoomMaker
-from tiered_kv_nvme.segments import Leased, SegmentFiles, SegmentLayout, SlotEntry, round_up
+from tiered_kv_nvme.segments import Leased, SegmentFiles, SegmentLayout, pack_entry, round_up
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.space import Space
 
-__all__ = ["Writer"]
+__all__ = ["Spot", "Writer"]
 
 MOST_KEY_BYTES = 256
 
@@ -38,6 +40,15 @@ class _Use(enum.Enum):
     """Abandoned while it was being written: given back when the write has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where the bytes of a block are to be written, or lie."""
+
+    fd: int
+    """Of the segment's file."""
+    extent: Extent
+
+
 class Writer:
     """The storing half of a store. Thread-safe; methods as in `BlockStore`."""
 
@@ -46,7 +57,7 @@ class Writer:
         settings: NvmeSettings,
         space: Space,
         files: SegmentFiles,
-        io: PosixIo,
+        io: GroupIo,
         budget: Budget,
         rank: int,
     ) -> None:
@@ -67,6 +78,12 @@ class Writer:
         """Blocks evicted so far."""
         with self._lock:
             return self._evicted
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way: its places cannot be given back yet."""
+        with self._lock:
+            return any(use in (_Use.WRITING, _Use.GIVEN_UP) for use in self._uses.values())
 
     def count_evicted(self, count: int) -> None:
         """Add to `evicted`."""
@@ -154,31 +171,41 @@ class Writer:
                     f"a block of {place.block.checksum.length} bytes cannot be written from "
                     f"{view.nbytes} bytes of memory"
                 )
+        with self.writing(places) as spots:
+            pieces = [
+                Piece(position, spot.extent.number, spot.extent.offset, flat(view))
+                for position, (spot, view) in enumerate(zip(spots, memory, strict=True))
+            ]
+            fds = {spot.extent.number: spot.fd for spot in spots}
+            moves = plan(pieces, fds, writing=True)
+            failed = self._io.write_groups(moves.groups)
+            moves.refuse_unaligned(failed)
+            self._raise_first(failed, [spot.extent for spot in spots])
+
+    @contextmanager
+    def writing(self, places: Sequence[Place]) -> Iterator[list[Spot]]:
+        """Where to write the places' bytes, valid inside the block. They count as written when the
+        block is left without an error.
+
+        Raises:
+            TierError: a segment's file has vanished, or cannot be opened.
+        """
         extents = self._move(places, (_Use.RESERVED, _Use.WRITTEN), _Use.WRITING)
         whole = False
         try:
-            self._write(extents, memory)
+            with self._files.lease(extent.number for extent in extents) as leased:
+                lost = self._absent(extents, leased)
+                if lost:
+                    self.lose(lost)
+                    raise TierError(
+                        f"tier {self._tier}: {self._files.path(min(lost))} was deleted by somebody "
+                        "else; what it held is forgotten",
+                        tier=self._tier,
+                    )
+                yield [Spot(leased.fds[extent.number], extent) for extent in extents]
             whole = True
         finally:
             self._end_write(extents, whole=whole)
-
-    def _write(self, extents: Sequence[Extent], memory: Sequence[memoryview]) -> None:
-        with self._files.lease(extent.number for extent in extents) as leased:
-            lost = self._absent(extents, leased)
-            if lost:
-                self.lose(lost)
-                raise TierError(
-                    f"tier {self._tier}: {self._files.path(min(lost))} was deleted by somebody "
-                    "else; what it held is forgotten",
-                    tier=self._tier,
-                )
-            pieces = [
-                Piece(position, extent.number, extent.offset, flat(view))
-                for position, (extent, view) in enumerate(zip(extents, memory, strict=True))
-            ]
-            moves = plan(pieces, leased.fds, writing=True)
-            failed = self._io.write_groups(moves.groups)
-        self._raise_first(failed, extents)
 
     def _absent(self, extents: Iterable[Extent], leased: Leased) -> set[int]:
         """The segments whose file is not there.
@@ -274,12 +301,16 @@ class Writer:
 
     def _entries(self, run: Sequence[tuple[Place, Extent]], layout: SegmentLayout) -> memoryview:
         view = anonymous(len(run) * layout.stride)
-        for place, (place_of, extent) in enumerate(run):
-            block = place_of.block
-            entry = SlotEntry(
-                block.key, self._rank, block.checksum, extent.epoch, extent.generation
-            ).pack()
-            view[place * layout.stride : place * layout.stride + len(entry)] = entry
+        for number, (place, extent) in enumerate(run):
+            pack_entry(
+                view,
+                number * layout.stride,
+                place.block.key,
+                self._rank,
+                place.block.checksum,
+                extent.epoch,
+                extent.generation,
+            )
         return view
 
     def _publish(self, kept: Sequence[tuple[Place, Extent]]) -> None:
@@ -297,11 +328,14 @@ class Writer:
             change.free([row for row in freed if row.generation not in given])
             lost = {row.generation for row in freed}
             names = self.space.index.full_keys(block.key for block, _ in held)
-            for name, (_, extent) in zip(names, held, strict=True):
-                if extent.generation in lost:
-                    change.release(extent)
-                else:
-                    change.publish(extent, name)
+            change.release(extent for _, extent in held if extent.generation in lost)
+            change.publish(
+                [
+                    (extent, name)
+                    for name, (_, extent) in zip(names, held, strict=True)
+                    if extent.generation not in lost
+                ]
+            )
         if len(held) < len(kept):
             logger.warning(
                 "tier %s: %d blocks were not published, their room had been taken back",
@@ -330,8 +364,7 @@ class Writer:
             return
         try:
             with self.space.change() as change:
-                for extent in extents:
-                    change.release(extent)
+                change.release(extents)
         except TieredKVError as error:
             logger.warning("tier %s: room is given back later: %s", self._tier, error)
             with self._lock:
@@ -371,3 +404,19 @@ class Writer:
             for number in numbers:
                 self._files.forget(number)
                 change.lose(number)
+
+    def discard(self, blocks: Sequence[NewBlock]) -> int:
+        """See `BlockStore.discard`."""
+        with self.space.change() as change:
+            rows = self.space.index.rows(change.txn, [block.key for block in blocks])
+            keys = [
+                block.key
+                for block, row in zip(blocks, rows, strict=True)
+                if row is not None and row.checksum == block.checksum
+            ]
+            return change.evict(self.space.index.full_keys(keys))
+
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        """See `BlockStore.delete`."""
+        with self.space.change() as change:
+            return change.evict(self.space.index.full_keys(keys))

@@ -18,6 +18,7 @@ from tiered_kv.cli.selftest import SelfTest
 from tiered_kv.config import load, schema, shipped, shipped_names
 from tiered_kv.connector.assembly import Assembly
 from tiered_kv.plugins import GROUP, Plugins
+from tiered_kv.testing.conformance.runs import run_instance
 
 SMALL = """\
 tiers:
@@ -123,7 +124,7 @@ def test_every_command_is_in_the_command_line_page(capsys: pytest.CaptureFixture
 def test_the_plugin_in_its_page_stores_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = fenced("plugins.md", "python")
+    code, *_ = fenced("plugins.md", "python")
     (tmp_path / "shelf_tier.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     shelf = EntryPoint("shelf", "shelf_tier:backend", GROUP)
@@ -138,6 +139,25 @@ def test_the_plugin_in_its_page_stores_blocks(
     assert verdict.detail == "3145728 bytes stored, 3145728 loaded, compared and deleted"
     assert verdict.modes["io"] == "buffered"
     assert list((tmp_path / "shelf").rglob("*.*")) == []
+
+
+@pytest.mark.timeout(400)  # the suites as a whole, in a child process
+def test_the_plugin_in_its_page_keeps_the_contracts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("shelf_tier.py", "shelf_case.py", "test_shelf.py")
+    for name, code in zip(names, fenced("plugins.md", "python"), strict=True):
+        assert code.startswith(f'"""{name}: ')
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = run_instance(tmp_path / "test_shelf.py", tmp_path)
+    failed = [one for one in run.outcomes if one.outcome == "failed"]
+    print(f"{run.passed} checks passed, {run.skipped} skipped")
+    assert not failed, failed
+    assert run.passed > 100
+    skipped = {one.text.partition("=")[0] for one in run.outcomes if one.outcome == "skipped"}
+    declared = {"the case declares keeps_log", "the case declares guards_fork"}
+    assert skipped == declared
 
 
 def test_links_lead_to_files() -> None:

@@ -6,10 +6,11 @@ Read by the test process and by the engine's process alike, so nothing heavy is 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 Prompt = str | tuple[int, ...]
 """Text, or token ids."""
@@ -41,6 +42,8 @@ class Generate:
     logprobs: bool = False
     ignore_eos: bool = True
     kv_transfer_params: Mapping[str, Any] | None = None
+    name: str = ""
+    """Under which the answers are found in `EngineRun.answers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,45 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
+class Settle:
+    """Wait until every tier is open and nothing is left to be written to any."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadMetrics:
     """Take a reading of `LLM.get_metrics()`."""
+
+    name: str = ""
+    """Under which it is found in `EngineRun.at`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inject:
+    """Have the faulty store fail as this plan says, from its next call on."""
+
+    file: str
+    """The store's `plan`."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """What fails, see `plugins/faulty_store`; nothing if empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """End the engine, and start another one for the client that is left.
+
+    What runs in processes of its own (`multiprocess`) gets new ones.
+    """
+
+    options: EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class StartRefused:
+    """End the engine and start one that refuses to; its error is printed."""
+
+    options: EngineOptions
+    ends: bool = False
+    """Let the error end the process, as it would end any other; then it is the last action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +107,18 @@ class Kill:
     """End the process and all its children at once with SIGKILL."""
 
 
-Action = Generate | ResetPrefixCache | Sleep | ReadMetrics | Kill
-_ACTIONS: tuple[type[Any], ...] = (Generate, ResetPrefixCache, Sleep, ReadMetrics, Kill)
+Action = (
+    Generate
+    | ResetPrefixCache
+    | Sleep
+    | Settle
+    | ReadMetrics
+    | Inject
+    | Restart
+    | StartRefused
+    | Kill
+)
+_ACTIONS: tuple[type[Any], ...] = get_args(Action)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +131,7 @@ class Output:
     num_cached_tokens: int
     """Prompt tokens that were not computed, from the engine's own cache or from ours."""
     first_token_latency: float
-    """Seconds from the arrival of the request to its first token."""
+    """Seconds from the arrival of the request to its first token; 0.0 from a server."""
     logprobs: tuple[float, ...] = ()
     """Of the chosen tokens, when asked for."""
 
@@ -116,6 +166,20 @@ class Metrics:
         """Names of all samples."""
         return frozenset(sample.name for sample in self.samples)
 
+    def settled(self, before: Metrics) -> bool:
+        """Whether every tier is open, nothing waits to be written, and no hop has done anything
+        since `before`."""
+        state = "vllm:tiered_kv_tier_state"
+        return (
+            self.total(state) > 0
+            and not self.total(state, state="opening")
+            and not self.total("vllm:tiered_kv_write_behind_blocks")
+            and self._moved() == before._moved()
+        )
+
+    def _moved(self) -> list[Sample]:
+        return [sample for sample in self.samples if "tiered_kv_hop_" in sample.name]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
@@ -130,6 +194,10 @@ class EngineRun:
     """Everything that the processes printed."""
     left_behind: tuple[Path, ...] = ()
     """Shared memory that the processes held at the end; removed by the harness."""
+    answers: Mapping[str, tuple[Output, ...]] = field(default_factory=dict)
+    """Those of each `Generate` that has a name, under it."""
+    at: Mapping[str, Metrics] = field(default_factory=dict)
+    """Each reading that has a name, under it."""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -144,28 +212,33 @@ class EngineRun:
 
 def encode_scenario(options: EngineOptions, actions: Iterable[Action]) -> str:
     """JSON for the engine's process."""
-    engine = asdict(options) | {"model": str(options.model)}
     steps = [{"do": type(action).__name__} | asdict(action) for action in actions]
-    return json.dumps({"engine": engine, "actions": steps})
+    return json.dumps({"engine": asdict(options), "actions": steps}, default=os.fspath)
 
 
 def decode_scenario(text: str) -> tuple[EngineOptions, tuple[Action, ...]]:
     """The reverse of `encode_scenario`."""
     scenario = json.loads(text)
-    engine = scenario["engine"] | {"model": Path(scenario["engine"]["model"])}
     by_name = {kind.__name__: kind for kind in _ACTIONS}
     actions: list[Action] = []
     for step in scenario["actions"]:
         kind = by_name[step.pop("do")]
         if "prompts" in step:
             step["prompts"] = tuple(p if isinstance(p, str) else tuple(p) for p in step["prompts"])
+        if "options" in step:
+            step["options"] = _options(step["options"])
         actions.append(kind(**step))
-    return EngineOptions(**engine), tuple(actions)
+    return _options(scenario["engine"]), tuple(actions)
 
 
-def encode_event(kind: str, value: Any) -> str:
+def _options(raw: dict[str, Any]) -> EngineOptions:
+    settings: dict[str, Any] = raw | {"model": Path(raw["model"])}
+    return EngineOptions(**settings)
+
+
+def encode_event(kind: str, value: Any, name: str = "") -> str:
     """One line of the result file."""
-    return json.dumps({"kind": kind, "value": value})
+    return json.dumps({"kind": kind, "name": name, "value": value})
 
 
 def decode_run(lines: Iterable[str], *, killed: bool, log: str) -> EngineRun:
@@ -173,6 +246,8 @@ def decode_run(lines: Iterable[str], *, killed: bool, log: str) -> EngineRun:
     generations: list[tuple[Output, ...]] = []
     readings: list[Metrics] = []
     left_behind: list[Path] = []
+    answers: dict[str, tuple[Output, ...]] = {}
+    at: dict[str, Metrics] = {}
     for line in lines:
         if not line.endswith("\n"):
             break
@@ -180,11 +255,17 @@ def decode_run(lines: Iterable[str], *, killed: bool, log: str) -> EngineRun:
         match event["kind"]:
             case "outputs":
                 generations.append(tuple(_output(raw) for raw in event["value"]))
+                if event["name"]:
+                    answers[event["name"]] = generations[-1]
             case "metrics":
                 readings.append(Metrics(tuple(Sample(**raw) for raw in event["value"])))
+                if event["name"]:
+                    at[event["name"]] = readings[-1]
             case "shared_memory":
                 left_behind += map(Path, event["value"])
-    return EngineRun(tuple(generations), tuple(readings), killed, log, tuple(left_behind))
+    return EngineRun(
+        tuple(generations), tuple(readings), killed, log, tuple(left_behind), answers, at
+    )
 
 
 def _output(raw: dict[str, Any]) -> Output:

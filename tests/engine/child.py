@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,15 +19,21 @@ from tests.engine.actions import (
     Action,
     EngineOptions,
     Generate,
+    Inject,
     Kill,
+    Metrics,
     Output,
     ReadMetrics,
     ResetPrefixCache,
+    Restart,
     Sample,
+    Settle,
     Sleep,
+    StartRefused,
     decode_scenario,
     encode_event,
 )
+from tests.engine.control import SHORT, await_settled, write_plan
 from tests.engine.processes import shared_memory
 
 
@@ -48,21 +55,46 @@ def build(options: EngineOptions) -> Any:
     return LLM(**(arguments | dict(options.extra)))
 
 
-def perform(llm: Any, action: Action, results: TextIO) -> None:
+def perform(llm: Any, action: Action, results: TextIO) -> Any:
+    """Do it; the engine that is there afterwards."""
     match action:
         case Generate():
             outputs = [asdict(output) for output in answer(llm, action)]
-            print(encode_event("outputs", outputs), file=results, flush=True)
+            print(encode_event("outputs", outputs, action.name), file=results, flush=True)
         case ResetPrefixCache():
             if not llm.reset_prefix_cache(reset_connector=action.connector):
                 raise RuntimeError("the engine did not reset its prefix cache")
         case Sleep():
             time.sleep(action.seconds)
+        case Settle():
+            settle(llm)
         case ReadMetrics():
-            read_metrics(llm, results)
+            tell_metrics(read_metrics(llm), results, action.name)
+        case Inject():
+            write_plan(Path(action.file), action.plan)
+        case Restart():
+            end(llm, results)
+            return build(action.options)
+        case StartRefused():
+            end(llm, results)
+            return refused(action)
         case Kill():
             tell_shared_memory(results)
             os.killpg(os.getpgrp(), signal.SIGKILL)
+    return llm
+
+
+def refused(action: StartRefused) -> None:
+    from tiered_kv.errors import RefuseToStart
+
+    try:
+        build(action.options)
+    except RefuseToStart:
+        if action.ends:
+            raise
+        traceback.print_exc()
+    else:
+        raise RuntimeError("the engine started")
 
 
 def answer(llm: Any, action: Generate) -> list[Output]:
@@ -101,7 +133,7 @@ def to_output(request: Any) -> Output:
     )
 
 
-def read_metrics(llm: Any, results: TextIO) -> None:
+def read_metrics(llm: Any) -> Metrics:
     samples: list[Sample] = []
     for metric in llm.get_metrics():
         labels = dict(metric.labels)
@@ -110,7 +142,20 @@ def read_metrics(llm: Any, results: TextIO) -> None:
         elif hasattr(metric, "buckets"):
             samples.append(Sample(f"{metric.name}_count", metric.count, labels))
             samples.append(Sample(f"{metric.name}_sum", metric.sum, labels))
-    print(encode_event("metrics", [asdict(s) for s in samples]), file=results, flush=True)
+    return Metrics(tuple(samples))
+
+
+def tell_metrics(metrics: Metrics, results: TextIO, name: str = "") -> None:
+    samples = [asdict(sample) for sample in metrics.samples]
+    print(encode_event("metrics", samples, name), file=results, flush=True)
+
+
+def settle(llm: Any) -> None:
+    def look() -> Metrics:
+        answer(llm, SHORT)
+        return read_metrics(llm)
+
+    await_settled(look)
 
 
 def tell_shared_memory(results: TextIO) -> None:
@@ -118,14 +163,26 @@ def tell_shared_memory(results: TextIO) -> None:
     print(encode_event("shared_memory", paths), file=results, flush=True)
 
 
+def end(llm: Any, results: TextIO) -> None:
+    """End the engine, and what an engine inside this process leaves to it."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    if llm is not None:
+        tell_shared_memory(results)  # vLLM leaves some even when it ends by itself
+        llm.llm_engine.engine_core.shutdown()
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
 def main(scenario: Path, results: Path) -> None:
     options, actions = decode_scenario(scenario.read_text())
     with results.open("w") as file:
         llm = build(options)
         for action in actions:
-            perform(llm, action, file)
-        read_metrics(llm, file)
-        tell_shared_memory(file)  # vLLM leaves some even when it ends by itself
+            llm = perform(llm, action, file)
+        tell_metrics(read_metrics(llm), file)
+        tell_shared_memory(file)
         llm.llm_engine.engine_core.shutdown()
 
 

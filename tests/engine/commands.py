@@ -25,11 +25,20 @@ class Result:
 def run_command(
     *arguments: str,
     scratch: Path,
+    cache: Path,
     multiprocess: bool,
     env: Mapping[str, str] | None = None,
     timeout: float = 300.0,
 ) -> Result:
     """Run `tiered-kv` with these arguments.
+
+    Args:
+        arguments: of the command line.
+        scratch: where it runs.
+        cache: what engines may share, see `environment`.
+        multiprocess: whether engines run in processes of their own.
+        env: added to the environment.
+        timeout: seconds.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds.
@@ -37,7 +46,7 @@ def run_command(
     done = subprocess.run(
         [*COMMAND, *arguments],
         cwd=scratch,
-        env=environment(scratch, multiprocess=multiprocess) | dict(env or {}),
+        env=environment(cache, multiprocess=multiprocess) | dict(env or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

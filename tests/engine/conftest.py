@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.actions import EngineRun
+from tests.engine.commands import Result
 from tests.engine.harness import EngineRunner, ServerRunner
+from tests.engine.lives import Lives, ServerRun
 from tiered_kv.testing import models
 
 
@@ -44,3 +47,60 @@ def tiny_hybrid_model() -> Path:
 def smollm2_model() -> Path:
     """SmolLM2-135M-Instruct in bf16."""
     return models.smollm2()
+
+
+@pytest.fixture(scope="session")
+def lives(tmp_path_factory: pytest.TempPathFactory, engine_cache: Path, tiny_model: Path) -> Lives:
+    """The engines that share one store."""
+    scratch = tmp_path_factory.mktemp("lives")
+    return Lives(
+        store=tmp_path_factory.mktemp("store"),
+        cache=engine_cache,
+        model=tiny_model,
+        run_engine=EngineRunner(scratch, engine_cache),
+        serve=ServerRunner(scratch, engine_cache),
+    )
+
+
+@pytest.fixture(scope="session")
+def warmed(lives: Lives) -> Result:
+    """See `Lives.warm`."""
+    return lives.warm()
+
+
+@pytest.fixture(scope="session")
+def in_process(lives: Lives, warmed: Result) -> EngineRun:
+    """See `Lives.in_process`."""
+    assert warmed.status == 0, warmed.stderr
+    return lives.in_process()
+
+
+@pytest.fixture(scope="session")
+def served(lives: Lives, in_process: EngineRun) -> ServerRun:
+    """See `Lives.server`."""
+    assert in_process.killed
+    return lives.server()
+
+
+@pytest.fixture(scope="session")
+def separate(lives: Lives, served: ServerRun) -> EngineRun:
+    """See `Lives.separate`."""
+    assert not served.left
+    return lives.separate()
+
+
+@pytest.fixture(scope="session")
+def last(
+    lives: Lives, separate: EngineRun, tiny_hybrid_model: Path, smollm2_model: Path
+) -> EngineRun:
+    """See `Lives.last`."""
+    assert separate.killed
+    return lives.last(tiny_hybrid_model, smollm2_model)
+
+
+@pytest.fixture(scope="session")
+def ranks(
+    lives: Lives, tiny_hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> EngineRun:
+    """See `Lives.ranks`."""
+    return lives.ranks(tiny_hybrid_model, tmp_path_factory.mktemp("ranks"))

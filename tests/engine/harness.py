@@ -18,12 +18,16 @@ from tests.engine.actions import (
     Action,
     EngineOptions,
     EngineRun,
+    Generate,
     Kill,
     Metrics,
+    Output,
     Sample,
+    StartRefused,
     decode_run,
     encode_scenario,
 )
+from tests.engine.control import SHORT, await_settled
 from tests.engine.processes import (
     ProcessGroup,
     environment,
@@ -80,7 +84,8 @@ class EngineRunner:
         with running(command, env=variables | dict(env or {}), scratch=folder) as group:
             status = group.wait(timeout)
         killed = any(isinstance(action, Kill) for action in actions)
-        if status != (-signal.SIGKILL if killed else 0):
+        refused = any(isinstance(action, StartRefused) and action.ends for action in actions)
+        if status != (-signal.SIGKILL if killed else 1 if refused else 0):
             raise EngineFailedError(f"the engine ended with status {status}:\n{group.log()}")
         with results.open() as file:
             run = decode_run(file, killed=killed, log=group.log())
@@ -114,6 +119,44 @@ class Server:
         """A greedy completion, as the server answers it."""
         request = {"model": self.model, "prompt": prompt, "temperature": 0.0} | settings
         return self.post("/v1/completions", request)
+
+    def generate(self, asked: Generate) -> tuple[Output, ...]:
+        """Answers to the prompts, one after another. Needs a server that tells the details of the
+        prompt's tokens."""
+        return tuple(self._answer(prompt, asked) for prompt in asked.prompts)
+
+    def _answer(self, prompt: str | Sequence[int], asked: Generate) -> Output:
+        settings: dict[str, Any] = {
+            "max_tokens": asked.max_tokens,
+            "ignore_eos": asked.ignore_eos,
+            "return_token_ids": True,
+        }
+        if asked.kv_transfer_params is not None:
+            settings["kv_transfer_params"] = dict(asked.kv_transfer_params)
+        answer = self.complete(prompt, **settings)
+        [choice] = answer["choices"]
+        return Output(
+            token_ids=tuple(choice["token_ids"]),
+            text=choice["text"],
+            finish_reason=choice["finish_reason"],
+            num_cached_tokens=(answer["usage"]["prompt_tokens_details"] or {}).get(
+                "cached_tokens", 0
+            ),
+            first_token_latency=0.0,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the engine itself has cached; needs `VLLM_SERVER_DEV_MODE=1`."""
+        self._request("POST", "/reset_prefix_cache", None, 30.0)
+
+    def settle(self) -> None:
+        """Wait until every tier is open and nothing is left to be written to any."""
+
+        def look() -> Metrics:
+            self.generate(SHORT)
+            return self.metrics()
+
+        await_settled(look)
 
     def metrics(self) -> Metrics:
         """All samples of `/metrics`."""

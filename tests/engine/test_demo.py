@@ -11,10 +11,11 @@ from tests.engine.commands import run_command
 
 
 @pytest.mark.usefixtures("smollm2_model")
-def test_demo_shows_every_tier_and_equal_outputs(tmp_path: Path) -> None:
+def test_demo_shows_every_tier_and_equal_outputs(engine_cache: Path, tmp_path: Path) -> None:
     done = run_command(
         *("demo", "--json"),
         scratch=tmp_path,
+        cache=engine_cache,
         multiprocess=False,
         env={"TMPDIR": str(tmp_path)},
         timeout=850,

@@ -2,200 +2,147 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
+import shutil
 from pathlib import Path
 
-import pytest
-
-from tests.engine.actions import EngineOptions, Generate, Kill, ReadMetrics, ResetPrefixCache, Sleep
-from tests.engine.harness import EngineFailedError, EngineRunner, ServerRunner
-from tests.engine.tiers import (
-    cpu,
-    deployment,
-    hint,
-    lmdb,
-    loaded_bytes,
-    nvme,
-    options,
-    prompt,
-    same_answers,
-    transfer_config,
-)
-
-PROMPTS = (prompt(1), prompt(2, 700))
-CACHED = [992, 672]
-"""Prompt tokens in whole blocks of 32, the last token always computed."""
-
-WRITE_BEHIND = Sleep(2.0)
+from tests.engine.actions import EngineRun
+from tests.engine.lives import LONG_AND_SHORT, Lives, ServerRun
+from tests.engine.tiers import assert_equal, cached, loaded_bytes, same_answers
 
 
-def ask(*tiers: str) -> Generate:
-    return Generate(
-        PROMPTS,
-        max_tokens=24,
-        logprobs=True,
-        kv_transfer_params=hint(*tiers) if tiers else None,
-    )
-
-
-def test_blocks_come_back_from_every_tier_and_after_a_restart(
-    run_engine: EngineRunner, tiny_model: Path, tmp_path: Path
-) -> None:
-    config = deployment(tmp_path, [cpu(), nvme(tmp_path), lmdb(tmp_path)])
-    first = run_engine(
-        options(tiny_model, config, multiprocess=True),
-        ask(),
-        WRITE_BEHIND,
-        *(ResetPrefixCache(), ReadMetrics(), ask("host"), ReadMetrics()),
-        *(ResetPrefixCache(), ask("ssd"), ReadMetrics()),
-        *(ResetPrefixCache(), ask("pins"), ReadMetrics()),
-    )
-    cold, *loaded = first.generations
-    print("cached tokens:", [[o.num_cached_tokens for o in outputs] for outputs in loaded])
-    for outputs in loaded:
-        assert [o.num_cached_tokens for o in outputs] == CACHED
-        assert same_answers(outputs, cold)
-        for one, other in zip(outputs, cold, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    moved = {
-        tier: loaded_bytes(first.readings[i], first.readings[i + 1], tier)
-        for i, tier in enumerate(("cpu", "ssd", "pins"))
-    }
+def test_blocks_come_back_from_every_tier(separate: EngineRun) -> None:
+    cold = separate.answers["cold"]
+    moved: dict[str, float] = {}
+    readings = ("before", "host", "ssd", "pins")
+    for before, tier in itertools.pairwise(readings):
+        assert cached(separate.answers[tier]) == LONG_AND_SHORT
+        assert_equal(separate.answers[tier], cold)
+        from_tier = "cpu" if tier == "host" else tier
+        moved[tier] = loaded_bytes(separate.at[before], separate.at[tier], from_tier)
     print("bytes loaded:", moved)
     assert len(set(moved.values())) == 1
-    assert moved["cpu"] > 1_000_000
+    assert moved["host"] > 1_000_000
     # A load from the host tier leaves the others alone.
-    assert loaded_bytes(first.readings[0], first.readings[1], "ssd") == 0
-    assert loaded_bytes(first.readings[0], first.readings[1], "pins") == 0
-
-    second = run_engine(
-        options(tiny_model, config),
-        *(ReadMetrics(), ask("pins"), ReadMetrics()),
-        *(ResetPrefixCache(), ask("ssd"), ReadMetrics()),
-    )
-    for outputs in second.generations:
-        assert [o.num_cached_tokens for o in outputs] == CACHED
-        assert same_answers(outputs, cold)
-    assert loaded_bytes(second.readings[0], second.readings[1], "pins") == moved["pins"]
-    assert loaded_bytes(second.readings[1], second.readings[2], "ssd") == moved["ssd"]
+    for tier in ("ssd", "pins", "bad"):
+        assert loaded_bytes(separate.at["before"], separate.at["host"], tier) == 0
 
 
-@pytest.mark.parametrize("multiprocess", [True, False])
-def test_blocks_stored_before_an_idle_time_survive_sigkill(
-    run_engine: EngineRunner, tiny_model: Path, tmp_path: Path, multiprocess: bool
+def test_blocks_come_back_after_a_restart(separate: EngineRun, last: EngineRun) -> None:
+    cold = separate.answers["cold"]
+    stored = loaded_bytes(separate.at["before"], separate.at["host"], "cpu")
+    for before, after, tier in (("before pins", "pins", "pins"), ("pins", "stored ssd", "ssd")):
+        assert cached(last.answers[tier]) == LONG_AND_SHORT
+        assert_equal(last.answers[tier], cold)
+        assert loaded_bytes(last.at[before], last.at[after], tier) == stored > 1_000_000
+
+
+def test_answers_are_those_of_vllm_without_tiers(
+    in_process: EngineRun, served: ServerRun, separate: EngineRun, last: EngineRun
 ) -> None:
-    config = deployment(tmp_path, [nvme(tmp_path), lmdb(tmp_path)])
-    killed = run_engine(
-        # One token: no engine step follows the store, so only the timer submits it.
-        options(tiny_model, config, multiprocess=multiprocess),
-        Generate(PROMPTS, max_tokens=1),
-        WRITE_BEHIND,
-        Kill(),
-    )
-    assert killed.killed
-    run = run_engine(
-        options(tiny_model, config, multiprocess=multiprocess),
-        *(ReadMetrics(), ask("ssd"), ReadMetrics(), ResetPrefixCache(), ask("pins")),
-    )
-    print("cached tokens after SIGKILL:", [o.num_cached_tokens for o in run.outputs])
-    assert [o.num_cached_tokens for o in run.outputs] == CACHED + CACHED
-    assert same_answers(*run.generations)
-    assert [o.token_ids[0] for o in run.generations[0]] == [o.token_ids[0] for o in killed.outputs]
-    assert loaded_bytes(run.readings[0], run.readings[1], "ssd") > 1_000_000
+    """Whatever was computed or loaded, by whichever engine."""
+    plain = last.answers["plain"]
+    stored, killed, not_written, kept, idle = (plain[i : i + 2] for i in range(0, 10, 2))
+    assert_equal(separate.answers["cold"], stored)
+    assert_equal(last.answers["separate ssd"], killed)
+    assert_equal(separate.answers["bad"], not_written)
+    assert same_answers(served.answers["stored"], kept)
+    assert_equal(separate.answers["served"], kept)
+    assert same_answers(served.answers["ssd"], idle)
+    assert [o.token_ids[0] for o in in_process.answers["last"]] == [o.token_ids[0] for o in idle]
+    assert all(len(set(output.token_ids)) > 8 for output in plain), "greedy answers vary"
 
 
-def test_several_kv_groups_and_engine_blocks_per_block(
-    run_engine: EngineRunner, tiny_hybrid_model: Path, tmp_path: Path
+def test_blocks_stored_before_an_idle_time_survive_sigkill_of_one_process(
+    in_process: EngineRun, served: ServerRun
 ) -> None:
-    config = deployment(tmp_path, [cpu(), nvme(tmp_path)], chunk=4)
-    plain = run_engine(EngineOptions(tiny_hybrid_model), Generate(PROMPTS, max_tokens=24))
-    run = run_engine(
-        options(tiny_hybrid_model, config, multiprocess=True),
-        ask(),
-        WRITE_BEHIND,
-        *(ResetPrefixCache(), ask("host"), ResetPrefixCache(), ask("ssd")),
-    )
-    print("cached tokens:", [o.num_cached_tokens for o in run.outputs])
-    for outputs in run.generations:
-        assert same_answers(outputs, plain.outputs)
-    # Whole blocks of 4 engine blocks of 32 tokens.
-    assert [o.num_cached_tokens for o in run.outputs[2:]] == [896, 640] * 2
+    assert in_process.killed
+    print("cached tokens after SIGKILL:", cached(served.answers["ssd"]))
+    for tier in ("ssd", "pins"):
+        assert cached(served.answers[tier]) == LONG_AND_SHORT
+    assert same_answers(served.answers["ssd"], served.answers["pins"])
+    first = [output.token_ids[0] for output in in_process.answers["last"]]
+    assert [output.token_ids[0] for output in served.answers["ssd"]] == first
 
 
-def test_two_ranks_share_one_store(
-    run_engine: EngineRunner, tiny_model: Path, tmp_path: Path
+def test_blocks_stored_before_an_idle_time_survive_sigkill_of_several_processes(
+    separate: EngineRun, last: EngineRun
 ) -> None:
-    config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
-    ranks = options(tiny_model, config, multiprocess=True, tensor_parallel_size=2)
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    first = run_engine(ranks, ask(), WRITE_BEHIND, ResetPrefixCache(), ask("ssd"), env=cores)
-    second = run_engine(ranks, ask("ssd"), env=cores)
-    cold, loaded = first.generations
-    print("cached tokens:", [o.num_cached_tokens for o in (*loaded, *second.outputs)])
-    for outputs in (loaded, second.outputs):
-        assert [o.num_cached_tokens for o in outputs] == CACHED
-        assert same_answers(outputs, cold)
+    assert separate.killed
+    print("cached tokens after SIGKILL:", cached(last.answers["separate ssd"]))
+    for tier in ("ssd", "pins"):
+        assert cached(last.answers[f"separate {tier}"]) == LONG_AND_SHORT
+    assert_equal(last.answers["separate ssd"], last.answers["separate pins"])
+    first = [output.token_ids[0] for output in separate.answers["last"]]
+    assert [output.token_ids[0] for output in last.answers["separate ssd"]] == first
+    assert loaded_bytes(last.at["start"], last.at["ssd"], "ssd") > 1_000_000
 
 
-def test_server_serves_from_the_tiers_and_shows_what_it_does(
-    serve: ServerRunner, tiny_model: Path, tmp_path: Path
-) -> None:
-    config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
-    server_options = options(tiny_model, config)
-    with serve(server_options, "--enable-prompt-tokens-details") as server:
-        cold = server.complete(PROMPTS[0], max_tokens=16)
-        assert server.metrics().total("vllm:tiered_kv_job_bytes_total", kind="store") > 1_000_000
-    assert server.group.members() == []
-    with serve(server_options, "--enable-prompt-tokens-details") as server:
-        warm = server.complete(
-            PROMPTS[0], max_tokens=16, kv_transfer_params=hint("ssd"), stream=False
-        )
-        metrics = server.metrics()
-    print("usage:", warm["usage"])
-    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == CACHED[0]
-    hop = metrics.total("vllm:tiered_kv_hop_bytes_total", tier="ssd", dst="cpu")
+def test_several_kv_groups_and_engine_blocks_per_block(last: EngineRun) -> None:
+    for tier in ("host", "ssd"):
+        # Whole blocks of 4 engine blocks of 32 tokens.
+        assert cached(last.answers[f"groups: {tier}"]) == [896, 640]
+        assert same_answers(last.answers[f"groups: {tier}"], last.answers["groups: plain"])
+    assert same_answers(last.answers["groups: cold"], last.answers["groups: plain"])
+
+
+def test_two_ranks_share_one_store(ranks: EngineRun, last: EngineRun) -> None:
+    assert same_answers(ranks.answers["cold"], last.answers["groups: plain"])
+    for name in ("host", "ssd", "restarted"):
+        print("cached tokens:", name, cached(ranks.answers[name]))
+        assert cached(ranks.answers[name]) == [896, 640]
+        assert same_answers(ranks.answers[name], ranks.answers["cold"])
+
+
+def test_a_server_serves_from_the_tiers_and_shows_what_it_does(served: ServerRun) -> None:
+    def grown(name: str, before: str, after: str, **labels: str) -> float:
+        return served.at[after].total(name, **labels) - served.at[before].total(name, **labels)
+
+    hop = grown("vllm:tiered_kv_hop_bytes_total", "start", "ssd", tier="ssd", dst="cpu")
+    print("bytes loaded:", hop)
     assert hop > 1_000_000
-    assert metrics.total("vllm:tiered_kv_tier_hits_total", tier="ssd") == CACHED[0] / 32
-    assert metrics.total("vllm:tiered_kv_job_bytes_total", kind="load") == hop
+    mapped, resident = (
+        served.at["ssd"].total("vllm:tiered_kv_host_pool_bytes", kind=kind)
+        for kind in ("mapped", "resident")
+    )
+    print(f"host pool: {mapped:,.0f} bytes mapped, {resident:,.0f} resident")
+    assert mapped == resident > 1_000_000
+    hits = grown("vllm:tiered_kv_tier_hits_total", "start", "ssd", tier="ssd")
+    assert hits == sum(LONG_AND_SHORT) / 32
+    assert grown("vllm:tiered_kv_job_bytes_total", "start", "ssd", kind="load") == hop
+    stored = grown("vllm:tiered_kv_job_bytes_total", "before store", "stored", kind="store")
+    assert stored > 1_000_000
+    tokens = sum(len(output.token_ids) for output in served.answers["stored"])
+    assert grown("vllm:generation_tokens_total", "before store", "stored") == tokens == 48
 
 
-def test_every_job_is_submitted_by_the_engine_neutral_connector(
-    run_engine: EngineRunner, tiny_model: Path, tmp_path: Path
+def test_a_server_that_is_asked_to_end_leaves_its_blocks_and_no_process(
+    served: ServerRun, separate: EngineRun
 ) -> None:
-    config = deployment(tmp_path, [cpu()])
-    # The transfer engine logs on behalf of whoever submits a job.
-    logging_config = tmp_path / "logging.json"
-    logging_config.write_text(
-        json.dumps(
-            {
-                "version": 1,
-                "formatters": {"place": {"format": "%(pathname)s: %(message)s"}},
-                "handlers": {"err": {"class": "logging.StreamHandler", "formatter": "place"}},
-                "loggers": {"tiered_kv.engine": {"handlers": ["err"], "level": "DEBUG"}},
-            }
-        )
-    )
-    run = run_engine(
-        options(tiny_model, config),
-        *(ask(), ResetPrefixCache(), ask()),
-        env={"VLLM_LOGGING_CONFIG_PATH": str(logging_config)},
-    )
-    assert [o.num_cached_tokens for o in run.generations[1]] == CACHED
-    submitted = re.findall(r"(\S+): (load|store) job \d+ submitted", run.log)
+    assert served.left == ()
+    assert cached(separate.answers["served"]) == LONG_AND_SHORT
+    assert same_answers(separate.answers["served"], served.answers["stored"])
+
+
+def test_every_job_is_submitted_by_the_engine_neutral_connector(separate: EngineRun) -> None:
+    submitted = re.findall(r"(\S+): (load|store) job \d+ submitted", separate.log)
     print(f"{len(submitted)} jobs submitted")
     assert {kind for _, kind in submitted} == {"load", "store"}
     assert {file.partition("tiered_kv/")[2] for file, _ in submitted} == {"connector/worker.py"}
 
 
-def test_a_load_that_would_end_requests_is_refused_at_start(
-    run_engine: EngineRunner, tiny_model: Path, tmp_path: Path
-) -> None:
-    config = deployment(tmp_path, [cpu()])
-    refused = EngineOptions(
-        tiny_model, kv_transfer_config=transfer_config(config, kv_load_failure_policy="fail")
+def test_a_load_that_would_end_requests_is_refused_at_start(last: EngineRun) -> None:
+    assert '"kv_load_failure_policy": "recompute"' in last.log
+
+
+def test_a_capacity_above_the_disk_is_refused_at_start(lives: Lives, last: EngineRun) -> None:
+    told = re.search(
+        r"tier 'ssd' may grow to (\d+) bytes \(1000TiB\), but (\S+) has (\d+) bytes", last.log
     )
-    with pytest.raises(EngineFailedError, match="kv_load_failure_policy") as failure:
-        run_engine(refused, ask())
-    assert '"kv_load_failure_policy": "recompute"' in str(failure.value)
+    assert told, last.log
+    print("refused:", told[0])
+    wanted, place, free = int(told[1]), Path(told[2]), int(told[3])
+    assert wanted == 1000 * 2**40
+    assert place == lives.store / "ssd"
+    assert 0 < free < shutil.disk_usage(lives.store).total

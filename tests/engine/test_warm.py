@@ -10,53 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.actions import Generate, ReadMetrics
-from tests.engine.commands import COMMAND, run_command
-from tests.engine.harness import EngineRunner
+from tests.engine.actions import EngineRun
+from tests.engine.commands import COMMAND, Result, run_command
+from tests.engine.lives import LONG_AND_SHORT, WARM_ENGINE, write_prompts
 from tests.engine.processes import environment
-from tests.engine.tiers import (
-    cpu,
-    deployment,
-    hint,
-    lmdb,
-    loaded_bytes,
-    nvme,
-    options,
-    prompt,
-)
+from tests.engine.tiers import cached, cpu, deployment, loaded_bytes, nvme
 
-ENGINE = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048")
-PROMPTS = (prompt(1), prompt(2, 700), prompt(3, 20))
-CACHED = [992, 672, 0]
-BLOCKS = 31 + 21
+CACHED = [*LONG_AND_SHORT, 0]
 
 
 def prompt_file(folder: Path) -> Path:
     file = folder / "prompts.jsonl"
-    conversation = [{"role": "user", "content": "What is a block? " * 20}]
-    lines = [{"token_ids": list(ids)} for ids in PROMPTS] + [{"messages": conversation}]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_prompts(file)
     return file
 
 
-def test_warmed_prompts_come_back_in_later_engines(
-    run_engine: EngineRunner, tiny_model: Path, tmp_path: Path
-) -> None:
-    config = deployment(tmp_path, [cpu(), nvme(tmp_path), lmdb(tmp_path)])
-    done = run_command(
-        *("warm", str(prompt_file(tmp_path)), "--config", str(config)),
-        *("--model", str(tiny_model), *ENGINE, "--json"),
-        scratch=tmp_path,
-        multiprocess=True,
-    )
-    assert done.status == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_warmed_prompts_come_back_in_later_engines(warmed: Result, in_process: EngineRun) -> None:
+    assert warmed.status == 0, warmed.stderr
+    report = json.loads(warmed.stdout)
     print("stored:", {name: tier["stored"] for name, tier in report["tiers"].items()})
     print("sample:", report["sample"])
     assert report["hit"] is True
     assert report["prompts"] == 4
+    blocks = sum(CACHED) / 32
     for tier in report["tiers"].values():
-        assert tier["stored"]["blocks"] > BLOCKS  # and those of the conversation
+        assert tier["stored"]["blocks"] > blocks  # and those of the conversation
         assert tier["failures"] == tier["stored"]["failures"] == 0
     assert [(s["line"], s["expected_tokens"], s["loaded_tokens"]) for s in report["sample"]][
         :2
@@ -65,19 +43,16 @@ def test_warmed_prompts_come_back_in_later_engines(
         (2, 672, 672),
     ]
     # The sample was loaded by an engine that found nothing in host memory.
-    assert report["tiers"]["ssd"]["blocks"] > BLOCKS
-    assert "line 4" in done.stderr
+    assert report["tiers"]["ssd"]["blocks"] > blocks
+    assert "line 4" in warmed.stderr
 
-    later = run_engine(
-        options(tiny_model, config),
-        ReadMetrics(),
-        Generate(PROMPTS, kv_transfer_params=hint("pins")),
-    )
-    assert [output.num_cached_tokens for output in later.outputs] == CACHED
-    assert loaded_bytes(later.readings[0], later.metrics, "pins") > 1_000_000
+    assert cached(in_process.answers["warmed"]) == CACHED
+    assert loaded_bytes(in_process.at["start"], in_process.at["warmed"], "pins") > 1_000_000
 
 
-def test_mistakes_are_told_before_anything_is_stored(tiny_model: Path, tmp_path: Path) -> None:
+def test_mistakes_are_told_before_anything_is_stored(
+    tiny_model: Path, engine_cache: Path, tmp_path: Path
+) -> None:
     config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
     host_only = deployment(tmp_path, [cpu()])
     good = prompt_file(tmp_path)
@@ -87,8 +62,9 @@ def test_mistakes_are_told_before_anything_is_stored(tiny_model: Path, tmp_path:
     def warm(file: Path, deployed: Path, *more: str) -> tuple[int, str]:
         done = run_command(
             *("warm", str(file), "--config", str(deployed), "--model", str(tiny_model)),
-            *(*ENGINE, *more),
+            *(*WARM_ENGINE, *more),
             scratch=tmp_path,
+            cache=engine_cache,
             multiprocess=False,
         )
         assert done.stdout == ""
@@ -107,31 +83,34 @@ def test_mistakes_are_told_before_anything_is_stored(tiny_model: Path, tmp_path:
     assert f"{good}:2:" not in message
 
 
-def test_prompts_too_short_to_store_are_a_failure(tiny_model: Path, tmp_path: Path) -> None:
+def test_prompts_too_short_to_store_are_a_failure(
+    tiny_model: Path, engine_cache: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("Hi.\n")
     config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
     done = run_command(
-        *("warm", str(file), "--config", str(config), "--model", str(tiny_model), *ENGINE),
+        *("warm", str(file), "--config", str(config), "--model", str(tiny_model), *WARM_ENGINE),
         *("--json",),
         scratch=tmp_path,
+        cache=engine_cache,
         multiprocess=False,
     )
-    assert done.status == 1
+    assert done.status == 1, done.stderr
     assert json.loads(done.stdout)["hit"] is False
     assert "no prompt is as long as an engine block" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_engine_does_not_outlive_its_parent(
-    tiny_model: Path, tmp_path: Path, number: signal.Signals
+    tiny_model: Path, engine_cache: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     config = deployment(tmp_path, [cpu(), nvme(tmp_path)])
     arguments = ("warm", str(prompt_file(tmp_path)), "--config", str(config))
     with subprocess.Popen(
-        [*COMMAND, *arguments, "--model", str(tiny_model), *ENGINE],
+        [*COMMAND, *arguments, "--model", str(tiny_model), *WARM_ENGINE],
         cwd=tmp_path,
-        env=environment(tmp_path, multiprocess=False) | {"TMPDIR": str(tmp_path)},
+        env=environment(engine_cache, multiprocess=False) | {"TMPDIR": str(tmp_path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.engine.actions import EngineOptions, Metrics, Output
@@ -41,8 +42,13 @@ def lmdb(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def faulty(folder: Path, **settings: Any) -> dict[str, Any]:
-    path = str(folder / "faulty")
-    return {"name": "bad", "type": "faulty", "path": path, "capacity": "256MiB", **settings}
+    plan = {"path": str(folder / "faulty"), "plan": str(plan_file(folder))}
+    return {"name": "bad", "type": "faulty", "capacity": "256MiB", **plan, **settings}
+
+
+def plan_file(folder: Path) -> Path:
+    """Says what fails in `faulty(folder)`."""
+    return folder / "faulty-plan.json"
 
 
 def transfer_config(config: Path, **settings: Any) -> dict[str, Any]:
@@ -78,3 +84,16 @@ def loaded_bytes(before: Metrics, after: Metrics, tier: str) -> float:
 def same_answers(first: Sequence[Output], second: Sequence[Output]) -> bool:
     """Whether two runs gave the same tokens."""
     return [o.token_ids for o in first] == [o.token_ids for o in second]
+
+
+def assert_equal(loaded: Sequence[Output], cold: Sequence[Output]) -> None:
+    """The same tokens, and logprobs that differ by no more than rounding."""
+    assert same_answers(loaded, cold)
+    for one, other in zip(loaded, cold, strict=True):
+        assert one.logprobs
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def cached(outputs: Sequence[Output]) -> list[int]:
+    """Prompt tokens that were not computed, per answer."""
+    return [output.num_cached_tokens for output in outputs]

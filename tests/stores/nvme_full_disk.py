@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 from tests.stores.nvme_parts import MIB, open_nvme, segment_files
-from tests.stores.store_parts import (
+from tiered_kv.contracts import BlockStore
+from tiered_kv.errors import NoSpace
+from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
     StoreArguments,
     assert_held,
@@ -19,8 +21,6 @@ from tests.stores.store_parts import (
     keys,
     put,
 )
-from tiered_kv.contracts import BlockStore
-from tiered_kv.errors import NoSpace
 from tiered_kv.values import BlockStatus
 
 

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.stores.store_parts import StoreArguments
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.config import SizeOrPercent
-from tiered_kv.contracts import BlockStore, NewBlock, Place, StoreContext
+from tiered_kv.contracts import BlockStore, NewBlock, StoreContext
+from tiered_kv.testing.conformance.blocks import StoreArguments
 from tiered_kv.values import BlockKey
 from tiered_kv_nvme import backend
 from tiered_kv_nvme.settings import NvmeSettings
@@ -25,7 +25,6 @@ def settings(arguments: StoreArguments) -> NvmeSettings:
         "name": "ssd",
         "path": arguments.path,
         "capacity": arguments.capacity,
-        "durability": arguments.durability,
         "min_free": SizeOrPercent(size=0),
     }
     return NvmeSettings.model_validate(values | dict(arguments.extra))
@@ -62,10 +61,3 @@ def random_block(number: int, length: int) -> tuple[NewBlock, memoryview]:
     view[:] = random.Random(number).randbytes(length)
     key = BlockKey(b"random" + number.to_bytes(8, "big"))
     return NewBlock(key, BlockChecksum.capture(key, 0, view)), view
-
-
-def reserved(store: BlockStore, blocks: list[NewBlock]) -> list[Place]:
-    """Places for all of them: none is published yet."""
-    places = [place for place in store.reserve(blocks) if place is not None]
-    assert len(places) == len(blocks)
-    return places

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.store_parts import NAMESPACE, OTHER_NAMESPACE, key, keys
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.index import BlockIndex, Environment, FullKey, Row
 from tiered_kv.index.keyset import KeySet
+from tiered_kv.testing.conformance.blocks import NAMESPACE, OTHER_NAMESPACE, key, keys
 from tiered_kv.values import BlockKey, Namespace
 
 
@@ -87,6 +87,16 @@ def test_a_row_published_before_wins(environment: Environment) -> None:
         assert index.publish(txn, [(key(1), loser), (key(2), row(2))]) == [loser]
         assert index.rows(txn, keys([1])) == [row(1)]
         assert index.publish(txn, [(key(5), row(5)), (key(5), loser)]) == [loser]
+
+
+def test_of_two_rows_of_a_batch_the_first_wins(environment: Environment) -> None:
+    index = make_index(environment)
+    first, second = row(1), Row(row(2).checksum, 0, b"elsewhere", 99)
+    with environment.write() as txn:
+        assert index.publish(txn, [(key(1), first), (key(1), second)]) == [second]
+    with environment.read() as txn:
+        assert index.rows(txn, keys([1])) == [first]
+    assert index.count() == 1
 
 
 def test_removal_gives_all_ranks_rows_back(environment: Environment) -> None:
@@ -223,6 +233,30 @@ def test_a_damaged_row_is_a_miss_and_can_be_stored_again(environment: Environmen
     assert ranks[1].contains(keys([1, 2])) == [True, True]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_damaged_row_that_nobody_read_gives_way(
+    environment: Environment, world_size: int
+) -> None:
+    ranks = [make_index(environment, rank=r, world_size=world_size) for r in range(world_size)]
+    for rank, index in enumerate(ranks):
+        publish(environment, index, 1, 2, rank=rank)
+    cursor = ranks[0].changes(None).cursor
+    [full] = ranks[0].full_keys([key(1)])
+    damage(environment, "rows", full + b"\0\0")
+    freed = publish(environment, ranks[0], 1)
+    assert freed == [row(1, rank=rank) for rank in range(1, world_size)]
+    for rank, index in enumerate(ranks[1:], 1):
+        assert index.contains([key(1)]) == [False]
+        publish(environment, index, 1, rank=rank)
+    assert ranks[0].contains(keys([1, 2])) == [True, True]
+    assert ranks[0].count() == 2
+    with environment.read() as txn:
+        assert [index.rows(txn, [key(1)]) for index in ranks] == [
+            [row(1, rank=rank)] for rank in range(world_size)
+        ]
+    assert ranks[0].changes(cursor).changes == ((key(1), False), (key(1), True))
+
+
 def test_a_damaged_block_record_is_a_miss_and_is_made_again(environment: Environment) -> None:
     index = make_index(environment)
     publish(environment, index, 1, 2)
@@ -295,6 +329,19 @@ def test_a_log_that_was_cut_asks_for_a_restart(environment: Environment) -> None
     assert index.changes(batch.cursor) == type(batch)(batch.cursor, ())
     with environment.read() as txn:
         assert txn.stat(environment.database("log"))["entries"] == 10
+
+
+def test_the_log_is_cut_by_whole_batches(environment: Environment) -> None:
+    index = make_index(environment, log_entries=10)
+    cursors = [index.changes(None).cursor]
+    for batch in range(6):
+        publish(environment, index, *range(4 * batch, 4 * batch + 4))
+        cursors.append(index.changes(None).cursor)
+    told = [index.changes(cursor) for cursor in cursors]
+    assert [one.restart for one in told] == [True] * 3 + [False] * 4
+    assert [[k for k, _ in one.changes] for one in told[3:]] == [
+        keys(range(4 * batch, 24)) for batch in range(3, 7)
+    ]
 
 
 def test_a_cursor_of_an_earlier_life_asks_for_a_restart(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tiered_kv.errors import (
 )
 from tiered_kv.index import Environment, Owner, directory
 from tiered_kv.index.environment import Durability
+from tiered_kv.values import FORMAT_VERSION
 
 MIB = 2**20
 
@@ -264,17 +265,28 @@ def test_data_of_another_kind_under_our_marker_is_refused(tmp_path: Path) -> Non
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     fill(tmp_path)
-    change_marker(tmp_path, format=2, shape="new")
+    change_marker(tmp_path, format=FORMAT_VERSION + 1, shape="new")
     for writable in (True, False):
-        with pytest.raises(FormatError, match=r"format 2.*up to 1.*update"):
+        told = rf"format {FORMAT_VERSION + 1}.*up to {FORMAT_VERSION}.*update"
+        with pytest.raises(FormatError, match=told):
             open_environment(tmp_path, writable=writable)
-    change_marker(tmp_path, format=1)
+    change_marker(tmp_path, format=FORMAT_VERSION)
     environment = open_environment(tmp_path)
     assert entries(environment) == 200
     environment.close()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "\x00\x01", '{"format": "x"}'])
+def test_an_older_format_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path)
+    change_marker(tmp_path, format=FORMAT_VERSION - 1)
+    for writable in (True, False):
+        with pytest.raises(FormatError, match=rf"format {FORMAT_VERSION - 1}.*empty the directory"):
+            open_environment(tmp_path, writable=writable)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", json.dumps({"format": FORMAT_VERSION}), "\x00\x01", '{"format": "x"}']
+)
 def test_an_unreadable_marker_is_refused(tmp_path: Path, text: str) -> None:
     fill(tmp_path)
     (tmp_path / directory.MARKER).write_text(text)

@@ -1,10 +1,9 @@
-"""The lmdb store owes what every store owes, and what LMDB in particular can do to it."""
+"""What LMDB in particular can do to the store; `test_conformance` has what every store owes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,53 +13,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.store_behaviour import OpenStore, StoreBehaviour
-from tests.stores.store_parts import (
+from tests.stores.conformance_cases import LMDB
+from tests.stores.lmdb_parts import context_of, open_lmdb
+from tiered_kv.config import SizeOrPercent
+from tiered_kv.contracts import StoreContext
+from tiered_kv.errors import IdentityError, NoSpace, TierError, UnsupportedError
+from tiered_kv.index import Environment, Owner, directory
+from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
-    ODD_BYTES,
     StoreArguments,
     aligned_copy,
     assert_held,
     content,
-    disk_bytes,
     get,
     key,
     keys,
     new_block,
     put,
 )
-from tiered_kv.config import SizeOrPercent
-from tiered_kv.contracts import BlockStore, StoreContext
-from tiered_kv.errors import IdentityError, NoSpace, TierError, UnsupportedError
-from tiered_kv.index import Environment, Owner, directory
+from tiered_kv.testing.conformance.stores import StoreCase
+from tiered_kv.testing.conformance.stores.case import OpenStore, StoreFixtures
 from tiered_kv.values import BlockStatus, Medium
 from tiered_kv_lmdb import LmdbSpec, backend
-from tiered_kv_lmdb.settings import LmdbSettings
 
 MIB = 2**20
-
-
-def context_of(arguments: StoreArguments) -> StoreContext:
-    fields: dict[str, object] = {
-        "name": "pins",
-        "path": arguments.path,
-        "capacity": arguments.capacity,
-        "min_free": SizeOrPercent(size=0),
-        "durability": arguments.durability,
-        **dict(arguments.extra),
-    }
-    return StoreContext(
-        "pins",
-        LmdbSettings.model_validate(fields),
-        arguments.namespace,
-        arguments.geometry,
-        arguments.writable,
-    )
-
-
-def open_lmdb(arguments: StoreArguments) -> BlockStore:
-    assert backend.open_store is not None
-    return backend.open_store(context_of(arguments))
 
 
 @contextmanager
@@ -79,32 +55,12 @@ def file_of(path: Path, database: str) -> Iterator[tuple[Environment, object]]:
     environment.close()
 
 
-class TestLmdbStore(StoreBehaviour):
-    opener = staticmethod(open_lmdb)
+class TestLmdbStore(StoreFixtures):
+    @pytest.fixture
+    def case(self) -> StoreCase:
+        return LMDB
 
     # --------------------------------------------------------------------- damage behind its back
-
-    def test_every_flipped_bit_of_a_block_is_found_and_the_block_stored_again(
-        self, open_store: OpenStore, arguments: StoreArguments
-    ) -> None:
-        store = open_store()
-        numbers = list(range(40))
-        put(store, numbers)
-        choice = random.Random(5)
-        with file_of(arguments.path, "values") as (environment, values):
-            with environment.write() as txn, txn.cursor(values) as cursor:  # type: ignore[arg-type]
-                found = list(cursor)
-            with environment.write() as txn:
-                for number, data in found:
-                    flipped = bytearray(data)
-                    flipped[choice.randrange(len(data))] ^= 1 << choice.randrange(8)
-                    txn.put(number, flipped, db=values)  # type: ignore[arg-type]
-        bad = [n for n, read in zip(numbers, get(store, numbers), strict=True) if not read.sound]
-        print(f"{len(bad)} of {len(found)} flipped blocks found")
-        assert bad == numbers
-        assert store.discard([new_block(n) for n in bad]) == len(bad)
-        assert put(store, numbers) == numbers
-        assert_held(store, numbers)
 
     def test_a_row_without_its_value_is_a_miss_and_stored_again(
         self, open_store: OpenStore, arguments: StoreArguments
@@ -180,28 +136,6 @@ class TestLmdbStore(StoreBehaviour):
 
     # ---------------------------------------------------------------------------------- the room
 
-    def test_churn_of_mixed_sizes_keeps_the_files_flat(
-        self, open_store: OpenStore, arguments: StoreArguments
-    ) -> None:
-        store = open_store()
-        sizes: list[int] = []
-        number = 0
-        stored = 0
-        choice = random.Random(9)
-        while stored < 10 * self.capacity:
-            length = choice.choice([BLOCK_BYTES, ODD_BYTES, 4 * BLOCK_BYTES])
-            put(store, range(number, number + 6), length=length)
-            assert_held(store, range(number, number + 6), length=length)
-            number += 6
-            stored += 6 * length
-            sizes.append(disk_bytes(arguments.path))
-        print(
-            f"{stored} bytes stored in {self.capacity}: {store.stat().evicted_blocks} evicted, "
-            f"directory {sizes[len(sizes) // 5]} bytes after a fifth, {sizes[-1]} at the end"
-        )
-        assert max(sizes) <= self.capacity
-        assert store.stat().evicted_blocks > 0
-
     def test_what_a_dead_process_reserved_is_given_to_others(
         self,
         open_store: OpenStore,
@@ -248,7 +182,7 @@ class TestLmdbStore(StoreBehaviour):
         self, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store = open_store()
-        count = self.capacity // (2 * BLOCK_BYTES)
+        count = LMDB.capacity // (2 * BLOCK_BYTES)
         places = [p for p in store.reserve([new_block(n) for n in range(count)]) if p is not None]
 
         def fail(_: Environment) -> None:
@@ -260,13 +194,6 @@ class TestLmdbStore(StoreBehaviour):
         again = store.reserve([new_block(n) for n in range(count)])
         assert None not in again
         store.abandon([p for p in again if p is not None])
-
-    def test_publishing_what_was_not_written_is_refused(self, open_store: OpenStore) -> None:
-        store = open_store()
-        places = [p for p in store.reserve([new_block(1)]) if p is not None]
-        with pytest.raises(ValueError, match="before it was written"):
-            store.publish(places)
-        assert store.contains(keys([1])) == [False]
 
     def test_the_free_space_floor_is_kept(
         self, open_store: OpenStore, arguments: StoreArguments
@@ -354,7 +281,7 @@ class TestLmdbStore(StoreBehaviour):
 
     @pytest.mark.parametrize("durability", ["batch", "full"])
     def test_each_durability_stores(self, open_store: OpenStore, durability: str) -> None:
-        store = open_store(durability=durability)
+        store = open_store(extra=(("durability", durability),))
         put(store, range(5))
         assert_held(store, range(5))
         assert store.stat().modes["durability"] == durability
@@ -382,7 +309,7 @@ class TestLmdbStore(StoreBehaviour):
         put(open_store(), [1])
         open_store().close()
         # Closed by the fixture only, so the second tier shares what is open; a new process not.
-        (arguments.path / "stray").write_bytes(os.urandom(self.capacity))
+        (arguments.path / "stray").write_bytes(os.urandom(LMDB.capacity))
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         child = context.Process(target=open_and_tell, args=(arguments, theirs))
@@ -394,7 +321,7 @@ class TestLmdbStore(StoreBehaviour):
 def test_the_descriptor_is_light() -> None:
     code = (
         "import sys, tiered_kv_lmdb as t; "
-        "print(sorted({'lmdb', 'numpy', 'pydantic', 'tiered_kv.index'} & set(sys.modules)), "
+        "print(sorted({'lmdb', 'pydantic', 'tiered_kv.index'} & set(sys.modules)), "
         "t.backend.name, t.backend.settings().__name__)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

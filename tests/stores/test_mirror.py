@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.store_parts import StoreArguments, key, keys, put
-from tests.stores.test_lmdb_store import open_lmdb
+from tests.stores.lmdb_parts import open_lmdb
 from tiered_kv.contracts import BlockStore, ChangeBatch
 from tiered_kv.errors import TierError
 from tiered_kv.index import Mirror
+from tiered_kv.testing.conformance.blocks import StoreArguments, key, keys, put
 from tiered_kv.values import BlockKey
 
 
@@ -100,6 +100,21 @@ def test_it_fills_and_follows(start: Start) -> None:
     wait_until(lambda: mirror.lookup(keys([100])) == [True])
     assert mirror.lookup(keys([0, 100, 101])) == [False, True, False]
     assert store.asked == [], "a full mirror never asks the store"
+
+
+def test_what_is_stored_anew_before_it_is_forgotten_is_found(start: Start) -> None:
+    # The log is polled between the two: it says once that the block is back.
+    store = ListedStore(range(3))
+    mirror = start(lambda: store)
+    assert mirror.wait_ready(20)
+    store.log += [(key(1), False), (key(1), True), (key(3), True), (key(2), False)]
+    mirror.poll_now()
+    wait_until(lambda: mirror.lookup(keys([2, 3])) == [False, True])
+    mirror.forget(keys([1, 2]))
+    assert mirror.lookup(keys([1, 2])) == [False, False]
+    wait_until(lambda: mirror.lookup(keys([1])) == [True])
+    print("asked:", sorted(set(store.asked)))
+    assert mirror.lookup(keys([1, 2])) == [True, False]
 
 
 def test_while_it_fills_unknown_keys_are_asked_for(start: Start) -> None:

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.nvme_parts import MIB, open_nvme, random_block, reserved, segment_files
-from tests.stores.store_parts import (
+from tests.stores.nvme_parts import MIB, open_nvme, random_block, segment_files
+from tiered_kv.config import SizeOrPercent
+from tiered_kv.contracts import BlockStore
+from tiered_kv.errors import ConfigError, NoSpace
+from tiered_kv.testing.conformance.blocks import (
     OTHER_NAMESPACE,
     StoreArguments,
     assert_held,
     disk_bytes,
     keys,
     put,
+    reserved,
 )
-from tiered_kv.config import SizeOrPercent
-from tiered_kv.contracts import BlockStore
-from tiered_kv.errors import ConfigError, NoSpace
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,30 +45,6 @@ def store_megabytes(store: BlockStore, total: int, first: int) -> Iterator[int]:
         store.write(places, [view for _, view in blocks])
         store.publish(places)
         yield number + 8
-
-
-def test_the_directory_never_outgrows_its_capacity(
-    tmp_path: Path, opened: list[BlockStore]
-) -> None:
-    arguments = StoreArguments(tmp_path / "tier", 64 * MIB)
-    largest = 0
-    first = 0
-    for _ in range(2):
-        store = open_nvme(arguments)
-        opened.append(store)
-        for reached in store_megabytes(store, 256 * MIB, first):
-            first = reached
-            largest = max(largest, disk_bytes(arguments.path))
-        stat = store.stat()
-        print(
-            f"{first} blocks of 1 MiB stored, {stat.blocks} held, {stat.evicted_blocks} evicted, "
-            f"at most {largest} of {arguments.capacity} bytes on the disk"
-        )
-        assert stat.blocks >= 40
-        assert stat.evicted_blocks > 0
-        assert abs(stat.used_bytes - disk_bytes(arguments.path)) < MIB
-        store.close()
-    assert largest <= arguments.capacity
 
 
 def test_what_lay_in_the_directory_before_counts(tmp_path: Path, opened: list[BlockStore]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 import shutil
 import tempfile
@@ -11,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.nvme_parts import MIB, open_nvme, random_block, reserved, settings, slot
-from tests.stores.store_parts import StoreArguments
-from tiered_kv.values import BlockStatus
+from tests.stores.nvme_parts import MIB, open_nvme, random_block, settings, slot
+from tiered_kv.testing.conformance.blocks import (
+    StoreArguments,
+    reserved,
+)
 from tiered_kv_nvme.posix import probe_direct
 
-SIZES = (
-    *(1, 2, 511, 512, 513, 4095, 4096, 4097, 8191, 65_536, 66_048, 262_144 + 17),
-    *(MIB - 1, MIB, 3_098_112, 4 * MIB, 4 * MIB + 1, 8 * MIB),
-)
-POISON = 0xA5
 SMALL = (("segment", 9 * MIB),)
 
 
@@ -40,33 +36,6 @@ def arguments(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreA
         yield StoreArguments(folder / "tier", 160 * MIB, extra=SMALL)
     finally:
         shutil.rmtree(folder)
-
-
-def test_every_size_is_byte_exact_and_touches_nothing_else(arguments: StoreArguments) -> None:
-    store = open_nvme(arguments)
-    try:
-        mode = store.stat().modes["io"]
-        blocks = [random_block(number, size) for number, size in enumerate(SIZES)]
-        places = reserved(store, [block for block, _ in blocks])
-        before = [bytes(view) for _, view in blocks]
-        store.write(places, [view for _, view in blocks])
-        assert [bytes(view) for _, view in blocks] == before
-        store.publish(places)
-        slots = [slot(size + 3 * mmap.PAGESIZE, POISON) for size in SIZES]
-        for offered in (0, 1, 2 * mmap.PAGESIZE):
-            views = [s[: size + offered] for s, size in zip(slots, SIZES, strict=True)]
-            results = store.read([block.key for block, _ in blocks], views)
-            assert {result.status for result in results} == {BlockStatus.OK}
-            for (block, data), whole, result in zip(blocks, slots, results, strict=True):
-                length = block.checksum.length
-                assert result.checksum == block.checksum
-                assert whole[:length] == data
-                assert bytes(whole[length:]) == bytes([POISON]) * (whole.nbytes - length)
-                assert block.checksum.verifies(block.key, 0, whole[:length])
-                whole[:length] = bytes(length)
-        print(f"{len(SIZES)} sizes of 1 to {max(SIZES)} bytes, three times, I/O {mode}")
-    finally:
-        store.close()
 
 
 def test_many_blocks_in_any_order_and_split_batches(arguments: StoreArguments) -> None:
@@ -106,17 +75,19 @@ def test_unaligned_memory_and_empty_blocks_are_refused(tmp_path: Path) -> None:
     arguments = StoreArguments(tmp_path / "tier")
     store = open_nvme(arguments)
     try:
-        block, _ = random_block(1, 1000)
+        block, _ = random_block(1, 8192)
         (place,) = reserved(store, [block])
-        with pytest.raises(ValueError, match="page-aligned"):
-            store.write([place], [slot(4096)[1:1001]])
+        # What the disk does not ask for is not refused: a buffered file takes any memory.
+        if store.stat().modes["io"] == "direct":
+            with pytest.raises(ValueError, match="page-aligned"):
+                store.write([place], [slot(12288)[1:8193]])
         with pytest.raises(ValueError, match="at least 1 byte"):
             store.reserve([random_block(2, 0)[0]])
         with pytest.raises(ValueError, match="reserved"):
             store.publish([place])
         store.abandon([place])
         with pytest.raises(ValueError, match="not reserved"):
-            store.write([place], [slot(1000)[:1000]])
+            store.write([place], [slot(8192)])
     finally:
         store.close()
     assert settings(arguments).directories == {"path": arguments.path}

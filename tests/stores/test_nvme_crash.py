@@ -8,14 +8,12 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.stores.nvme_parts import open_nvme, reserved, segment_files
-from tests.stores.store_behaviour import KILLS
-from tests.stores.store_parts import (
+from tests.stores.nvme_parts import open_nvme, segment_files
+from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
     NAMESPACE,
     StoreArguments,
@@ -23,95 +21,15 @@ from tests.stores.store_parts import (
     assert_held,
     content,
     disk_bytes,
-    get,
     key,
     keys,
     new_block,
     put,
+    reserved,
 )
-from tiered_kv.values import PAGE_BYTES, BlockStatus
+from tiered_kv.testing.conformance.children import run_until_stage
+from tiered_kv.values import PAGE_BYTES
 from tiered_kv_nvme.segments import SegmentHeader, SlotEntry
-
-BATCH = 6
-
-
-def work_for_ever(arguments: StoreArguments, first: int, out: Connection) -> None:
-    """Child process: stores, abandons and deletes; tells each stage before it begins."""
-    store = open_nvme(arguments)
-    choice = random.Random(first)
-    while True:
-        numbers = list(range(first, first + BATCH))
-        out.send(("reserve", []))
-        places = reserved(store, [new_block(n) for n in numbers])
-        out.send(("write", []))
-        store.write(places, [aligned_copy(content(n)) for n in numbers])
-        out.send(("publish", []))
-        given_up = choice.random() < 0.2
-        if given_up:
-            store.abandon(places)
-        else:
-            store.publish(places)
-            out.send(("published", numbers))
-        if choice.random() < 0.2:
-            store.delete(keys(numbers[:2]))
-        first += BATCH
-
-
-def run_and_kill(arguments: StoreArguments, first: int, stages: int) -> tuple[str, set[int], int]:
-    """Kill a child at its n-th stage: (the stage, numbers it published, the next number)."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=work_for_ever, args=(arguments, first, theirs))
-    child.start()
-    theirs.close()
-    published: set[int] = set()
-    last = ""
-    try:
-        while True:
-            last, numbers = ours.recv()
-            published.update(numbers)
-            stages -= 1
-            if stages == 0:
-                assert child.pid is not None
-                os.kill(child.pid, signal.SIGKILL)
-    except EOFError:
-        child.join()
-    ours.close()
-    return last, published, max([first, *published]) + 2 * BATCH
-
-
-def test_kills_at_random_points_lose_nothing_and_grow_nothing(tmp_path: Path) -> None:
-    arguments = StoreArguments(tmp_path / "tier")
-    choice = random.Random(23)
-    first = 0
-    stages: dict[str, int] = {}
-    sizes: list[int] = []
-    held = torn = 0
-    for _ in range(KILLS):
-        start = first
-        last, published, first = run_and_kill(arguments, start, choice.randrange(2, 60))
-        stages[last] = stages.get(last, 0) + 1
-        store = open_nvme(arguments)
-        recent = sorted(published)[-60:]
-        reads = get(store, recent)
-        lost = [n for n, read in zip(recent, reads, strict=True) if not read.sound]
-        # The child deletes two of a batch now and then, and may have been about to say so.
-        assert all(
-            store.contains([key(n)]) == [False]
-            and reads[recent.index(n)].result.status is BlockStatus.MISSING
-            for n in lost
-        )
-        assert all((n - start) % BATCH < 2 for n in lost)
-        visible = list(store.scan())
-        numbers = [n for n in range(first) if key(n) in set(visible)]
-        torn += sum(not read.sound for read in get(store, numbers))
-        assert torn == 0
-        held = len(visible)
-        store.close()
-        sizes.append(disk_bytes(arguments.path))
-    print(f"{KILLS} kills, last stage told {stages}; {held} blocks held, 0 torn, bytes {sizes}")
-    assert held > 0
-    assert max(sizes) <= arguments.capacity
 
 
 def reserve_and_die(arguments: StoreArguments, count: int) -> None:
@@ -162,7 +80,8 @@ def test_segments_without_an_index_are_free_again(tmp_path: Path) -> None:
 def test_a_damaged_index_starts_empty(tmp_path: Path) -> None:
     """Killed, then the index is overwritten with garbage: misses, and the space comes back."""
     arguments = StoreArguments(tmp_path / "tier")
-    _, published, first = run_and_kill(arguments, 0, 40)
+    _, published = run_until_stage(open_nvme, arguments, 0, 40)
+    first = 1000
     data = arguments.path / "index" / "data.mdb"
     garbage = random.Random(1).randbytes(data.stat().st_size)
     data.write_bytes(garbage)
@@ -215,7 +134,7 @@ def table(path: Path) -> Iterator[tuple[SegmentHeader, SlotEntry, bytes]]:
 @pytest.mark.parametrize("durability", ["none", "batch", "full"])
 def test_the_header_tables_tell_all_that_was_published(tmp_path: Path, durability: str) -> None:
     """From them alone every block can be found and verified; nothing else is in them."""
-    arguments = StoreArguments(tmp_path / "tier", durability=durability)
+    arguments = StoreArguments(tmp_path / "tier", extra=(("durability", durability),))
     store = open_nvme(arguments)
     put(store, range(30))
     put(store, range(100, 105), length=12_345)

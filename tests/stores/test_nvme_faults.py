@@ -18,26 +18,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.nvme_parts import MIB, open_nvme, reserved, segment_files, slot
+from tests.stores.nvme_parts import MIB, open_nvme, segment_files, slot
 from tests.stores.nvme_parts import settings as nvme_settings
-from tests.stores.store_parts import (
+from tiered_kv.contracts import BlockStore
+from tiered_kv.errors import FormatError, IdentityError, NoSpace, RefuseToStart, TierError
+from tiered_kv.index import BlockIndex, Environment
+from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
     StoreArguments,
     aligned_copy,
     assert_held,
     content,
     get,
-    key,
     keys,
     new_block,
     put,
+    reserved,
 )
-from tiered_kv.contracts import BlockStore
-from tiered_kv.errors import FormatError, IdentityError, NoSpace, RefuseToStart, TierError
-from tiered_kv.index import BlockIndex, Environment
 from tiered_kv.values import FORMAT_VERSION, BlockStatus
 from tiered_kv_nvme.budget import Budget
-from tiered_kv_nvme.posix import DirectMode, EndOfFile, Group, PosixIo, probe_direct
+from tiered_kv_nvme.groups import EndOfFile, Group
+from tiered_kv_nvme.posix import DirectMode, PosixIo, probe_direct
 from tiered_kv_nvme.segments import MAGIC, SegmentFiles
 from tiered_kv_nvme.space import Space
 from tiered_kv_nvme.writing import Writer
@@ -55,37 +56,7 @@ def store(arguments: StoreArguments) -> Iterator[BlockStore]:
     store.close()
 
 
-# ------------------------------------------------------------------------------- changed bytes
-
-
-def test_every_flipped_bit_is_found(store: BlockStore, arguments: StoreArguments) -> None:
-    put(store, range(40))
-    wanted = {number: content(number)[:32] for number in range(40)}
-    choice = random.Random(3)
-    flipped: set[int] = set()
-    for file in segment_files(arguments.path):
-        data = file.read_bytes()
-        with file.open("r+b") as out:
-            for number, head in wanted.items():
-                start = data.find(head)
-                if start >= 0 and choice.random() < 0.7:
-                    place = start + choice.randrange(BLOCK_BYTES)
-                    out.seek(place)
-                    out.write(bytes([data[place] ^ (1 << choice.randrange(8))]))
-                    flipped.add(number)
-    found = set()
-    for number, read in enumerate(get(store, range(40))):
-        assert read.result.status is BlockStatus.OK
-        assert read.result.checksum == new_block(number).checksum
-        if not new_block(number).checksum.verifies(key(number), 0, memoryview(read.data)):
-            found.add(number)
-            assert store.discard([new_block(number)]) == 1
-    print(f"{len(flipped)} of 40 blocks with one flipped bit, {len(found)} found")
-    assert found == flipped
-    assert flipped
-    assert not any(store.contains(keys(flipped)))
-    assert sorted(put(store, sorted(flipped))) == sorted(flipped)
-    assert_held(store, range(40))
+# ------------------------------------------------------------------------------- changed files
 
 
 def test_a_truncated_segment_is_a_miss_and_is_used_again(
@@ -203,6 +174,41 @@ def test_a_failing_call_costs_its_blocks_alone(tmp_path: Path) -> None:
     assert bytes(views[0]) == bytes(views[2]) == bytes(range(256)) * 16
     with pytest.raises(TierError, match="closed"):
         io.read_groups([Group(0, 0, (views[0],), (0,))])
+
+
+def test_closing_waits_for_a_group_on_its_callers_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+    real = os.pwritev
+
+    def held(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        begun.set()
+        assert released.wait(30)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", held)
+    io = PosixIo(2, "ssd", alignment=0)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    failed: list[dict[int, OSError]] = []
+
+    def write() -> None:
+        failed.append(io.write_groups([Group(file, 0, (slot(4096, 7),), (0,))]))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert begun.wait(30)
+        assert not io.close(0.05)
+        with pytest.raises(TierError, match="closed"):
+            io.write_groups([Group(file, 0, (slot(4096),), (0,))])
+    finally:
+        released.set()
+        thread.join(30)
+    assert io.close()
+    assert failed == [{}]
+    assert os.pread(file, 4096, 0) == bytes([7]) * 4096
+    os.close(file)
 
 
 def ask_child(target: Callable[[Path, Connection], None], path: Path) -> str:

@@ -24,6 +24,7 @@ from tiered_kv.specs import (
     GpuSpec,
     HopResult,
     KeySpec,
+    LoadStoreSpec,
     TransferSpec,
 )
 from tiered_kv.values import (
@@ -229,20 +230,47 @@ class EngineCache:
         self.gathering = Valve(journal, "gpu->cpu")
         self.scattering = Valve(journal, "cpu->gpu")
         self.direct = Valve(journal, "fast->gpu")
+        self.landing = Valve(journal, "fast->gpu.copy")
+        self.taking = Valve(journal, "gpu->fast")
+        self.leaving = Valve(journal, "gpu->fast.publish")
         self.trouble: Callable[[str], None] = lambda hop: None
         """Called at the begin of each hop; may raise."""
         self.answer: Callable[[], HopResult] | None = None
         """What cpu -> gpu answers instead of copying."""
+        self.direct_answers: dict[BlockKey, BlockStatus] = {}
+        """What fast -> gpu says of these keys instead."""
         self.committed: list[bool] = []
+        self.unsupported: dict[str, Exception] = {}
+        """What making the handler of a hop raises."""
+        self.contexts: dict[str, HandlerContext] = {}
+        """What the handler of a hop was made with."""
+        self.fences: list[tuple[str, object | None]] = []
+        """Which hop was to be ordered after what."""
         self.closed = 0
+
+    @property
+    def valves(self) -> tuple[Valve, ...]:
+        return (
+            *(self.gathering, self.scattering),
+            *(self.direct, self.landing, self.taking, self.leaving),
+        )
 
 
 class _CacheHandler:
+    label: ClassVar[str]
+
     def __init__(self, context: HandlerContext) -> None:
         self._cache = cast(EngineCache, context.caches)
+        self._cache.contexts[self.label] = context
+        if self.label in self._cache.unsupported:
+            raise self._cache.unsupported[self.label]
         self._context = context
         self._memory = context.memory
         self._rank = context.geometry.rank
+
+    def _begin(self, spec: TransferSpec[LoadStoreSpec, LoadStoreSpec]) -> None:
+        self._cache.fences.append((self.label, spec.after))
+        self._cache.trouble(self.label)
 
     def modes(self) -> Mapping[str, str]:
         return {"copy": "bytes"}
@@ -254,8 +282,10 @@ class _CacheHandler:
 class Gather(_CacheHandler):
     """gpu -> cpu."""
 
+    label = "gpu->cpu"
+
     async def transfer(self, spec: TransferSpec[GpuSpec, CpuSpec]) -> HopResult:
-        self._cache.trouble("gpu->cpu")
+        self._begin(spec)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._context.executor, self._gather, spec)
 
@@ -278,8 +308,10 @@ class Gather(_CacheHandler):
 class Scatter(_CacheHandler):
     """cpu -> gpu."""
 
+    label = "cpu->gpu"
+
     async def transfer(self, spec: TransferSpec[CpuSpec, GpuSpec]) -> HopResult:
-        self._cache.trouble("cpu->gpu")
+        self._begin(spec)
         if self._cache.answer is not None:
             return self._cache.answer()
         loop = asyncio.get_running_loop()
@@ -303,22 +335,27 @@ class Scatter(_CacheHandler):
 class DirectLoad(_CacheHandler):
     """fast -> gpu, by staging of its own."""
 
+    label = "fast->gpu"
+
     async def transfer(self, spec: TransferSpec[FastSpec, GpuSpec]) -> HopResult:
-        self._cache.trouble("fast->gpu")
+        self._begin(spec)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._context.executor, self._load, spec)
 
     def _load(self, spec: TransferSpec[FastSpec, GpuSpec]) -> HopResult:
         store = cast(MemoryStore, self._context.store)
-        self._cache.direct.pass_through()
+        self._cache.direct.pass_through(f" {spec.keys[0].decode()}")
         found = [store.rows.get(k) for k in spec.keys]
         going_on = spec.commit()
         self._cache.committed.append(going_on)
         if not going_on:
             return HopResult((BlockStatus.CANCELLED,) * len(spec), 0)
+        self._cache.landing.pass_through()
         statuses = []
         for row, block, k in zip(found, spec.dst.blocks, spec.keys, strict=True):
-            if row is None:
+            if k in self._cache.direct_answers:
+                statuses.append(self._cache.direct_answers[k])
+            elif row is None:
                 statuses.append(BlockStatus.MISSING)
             elif not row[1].verifies(k, self._rank, memoryview(row[0])):
                 statuses.append(BlockStatus.CORRUPT)
@@ -331,16 +368,22 @@ class DirectLoad(_CacheHandler):
 class DirectStore(_CacheHandler):
     """gpu -> fast, by staging of its own."""
 
+    label = "gpu->fast"
+
     async def transfer(self, spec: TransferSpec[GpuSpec, FastSpec]) -> HopResult:
+        self._begin(spec)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._context.executor, self._store, spec)
 
     def _store(self, spec: TransferSpec[GpuSpec, FastSpec]) -> HopResult:
         store = cast(MemoryStore, self._context.store)
-        self._cache.gathering.pass_through(f" {spec.keys[0].decode()}")
+        self._cache.taking.pass_through(f" {spec.keys[0].decode()}")
         gathered = [self._cache.blocks[block.block_ids[0]] for block in spec.src.blocks]
-        if not spec.commit():
+        going_on = spec.commit()
+        self._cache.committed.append(going_on)
+        if not going_on:
             return HopResult((BlockStatus.CANCELLED,) * len(spec), 0)
+        self._cache.leaving.pass_through()
         for k, data in zip(spec.keys, gathered, strict=True):
             checksum = BlockChecksum.capture(k, self._rank, memoryview(data))
             store.rows[k] = (data, checksum)

@@ -26,8 +26,13 @@ from tests.unit.doubles import (
     key,
 )
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.engine import EngineLimits, TransferEngine, register_store_handlers
-from tiered_kv.memory import HostBlockPool, KVCaches
+from tiered_kv.engine import (
+    DeviceStagingFactory,
+    EngineLimits,
+    TransferEngine,
+    register_store_handlers,
+)
+from tiered_kv.memory import HostBlockPool, KVCaches, make_staging
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import (
     CpuSpec,
@@ -57,8 +62,10 @@ class WatchedPool(HostBlockPool):
         super().__init__(tier_slots, staging_slots, SLOT_BYTES)
         self.changed = threading.Condition()
         self.most_leased = 0
+        self.asked = 0
 
     def lease(self, count: int, *, leave: int = 0) -> tuple[SlotRef, ...] | None:
+        self.asked += 1
         slots = super().lease(count, leave=leave)
         self.most_leased = max(self.most_leased, self.leased)
         return slots
@@ -88,14 +95,19 @@ class Rig:
     threads: int = 2
     retry_after: float = PATIENCE
     direct: bool = False
+    """Whether there are handlers between "fast" and the engine's cache."""
+    through_host: bool = True
+    """Whether there are handlers between "fast" and host slots."""
     attach: bool = True
+    device_staging: DeviceStagingFactory = make_staging
     journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self) -> None:
         self.registry = TransferRegistry()
         self.registry.register(GpuSpec, CpuSpec, Gather, provider="doubles")
         self.registry.register(CpuSpec, GpuSpec, Scatter, provider="doubles")
-        register_store_handlers(self.registry, FastSpec, "doubles")
+        if self.through_host:
+            register_store_handlers(self.registry, FastSpec, "doubles")
         register_store_handlers(self.registry, SlowSpec, "doubles")
         if self.direct:
             self.registry.register(FastSpec, GpuSpec, DirectLoad, provider="direct")
@@ -121,6 +133,7 @@ class Rig:
             ),
             stats=self.stats,
             caches=cast(KVCaches, self.cache),
+            device_staging=self.device_staging,
         )
         if self.attach:
             self.engine.attach("fast", self.fast)
@@ -142,9 +155,7 @@ class Rig:
             self.slow.reading,
             self.slow.writing,
             self.slow.publishing,
-            self.cache.gathering,
-            self.cache.scattering,
-            self.cache.direct,
+            *self.cache.valves,
         ):
             valve.open()
         clean = self.engine.close(PATIENCE)

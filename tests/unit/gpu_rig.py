@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,23 +12,23 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tiered_kv.contracts import HandlerContext, TransferHandler
-from tiered_kv.memory import HostBlockPool, KVCaches
+from tests.unit.device_stand_in import StandIn
+from tiered_kv.contracts import HandlerContext, HostMemory, TransferHandler
+from tiered_kv.memory import GroupLayout, HostBlockPool, KVCaches
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import CpuSpec, GpuBlock, GpuSpec, HopResult, SlotRef, TransferSpec
 from tiered_kv.threads import DaemonExecutor
-from tiered_kv.values import BlockKey, BlockStatus, CacheGeometry, GroupGeometry
+from tiered_kv.values import BlockKey, BlockStatus, CacheGeometry, ChecksumKind, GroupGeometry
 from tiered_kv_gpu import backend
 from tiered_kv_gpu.copies import Copies, DeviceCopies, HostCopies
-from tiered_kv_gpu.layout import layouts_of
 
 OK, MISSING, CORRUPT = BlockStatus.OK, BlockStatus.MISSING, BlockStatus.CORRUPT
 CANCELLED = BlockStatus.CANCELLED
 
-Kind = Callable[[KVCaches, CacheGeometry], Copies]
+Kind = Callable[[KVCaches, Mapping[int, GroupLayout], HostMemory], Copies]
 KINDS: dict[str, Kind] = {
-    "host": lambda caches, geometry: HostCopies(caches, layouts_of(caches, geometry)),
-    "device": lambda caches, _: DeviceCopies(caches),
+    "host": lambda caches, layouts, _: HostCopies(caches, layouts),
+    "device": lambda caches, layouts, memory: DeviceCopies(caches, layouts, memory, StandIn()),
 }
 
 
@@ -38,6 +38,15 @@ def random_bytes(shape: Sequence[int], seed: int) -> npt.NDArray[np.uint8]:
 
 def byte_tensor(rows: npt.NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(rows)
+
+
+def geometry_of(caches: KVCaches, chunks: Sequence[int], rank: int = 0) -> CacheGeometry:
+    """Groups are numbered from 10 on."""
+    groups = tuple(
+        GroupGeometry(10 + i, caches.block_bytes(i, chunk), chunk, chunk * 16)
+        for i, chunk in enumerate(chunks)
+    )
+    return CacheGeometry(groups, rank, 2)
 
 
 class Rig:
@@ -53,21 +62,17 @@ class Rig:
         slots: int = 8,
         rank: int = 0,
         pool: HostBlockPool | None = None,
+        capture: Callable[[], ChecksumKind] = lambda: ChecksumKind.XXH3,
     ) -> None:
         self.caches = caches
-        groups = tuple(
-            GroupGeometry(10 + i, caches.block_bytes(i, chunk), chunk, chunk * 16)
-            for i, chunk in enumerate(chunks)
-        )
-        self.geometry = CacheGeometry(groups, rank, 2)
+        self.geometry = geometry_of(caches, chunks, rank)
         self.pool = pool or HostBlockPool(slots, 0, self.geometry.slot_bytes)
         self.executor = DaemonExecutor(1, "test-gpu")
-        context = HandlerContext(self.geometry, self.pool, self.executor, "cpu", caches=caches)
+        context = HandlerContext(
+            self.geometry, self.pool, self.executor, "cpu", caches=caches, capture=capture
+        )
         if monkeypatch is not None:
-            monkeypatch.setattr(
-                "tiered_kv_gpu.handlers.copies_for",
-                lambda caches, _: KINDS[kind](caches, self.geometry),
-            )
+            monkeypatch.setattr("tiered_kv_gpu.handlers.copies_for", KINDS[kind])
         registry = TransferRegistry()
         assert backend.register is not None
         backend.register(registry)

@@ -6,7 +6,7 @@ import shlex
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,11 @@ import pytest
 
 from tiered_kv.cli import main
 from tiered_kv.config import GIB, MIB
+from tiered_kv.contracts import Backend, HandlerContext, TransferHandler
+from tiered_kv.plugins import build_registry
+from tiered_kv.registry import TransferRegistry
+from tiered_kv.specs import GpuSpec
+from tiered_kv_nvme import NvmeSpec
 
 GOOD = """\
 tiers:
@@ -191,6 +196,66 @@ def test_explain(cli: Cli, deployment: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [deployment]
 
 
+class DirectHop:
+    """Registers hops between the engine's cache and nvme as a backend would."""
+
+    def __init__(self, missing: str | None) -> None:
+        self._missing = missing
+        self.asked: list[object] = []
+
+    def build_registry(self, backends: Mapping[str, Backend]) -> TransferRegistry:
+        registry = build_registry(backends)
+        for src, dst in ((NvmeSpec, GpuSpec), (GpuSpec, NvmeSpec)):
+            registry.register(
+                *(src, dst, self._make),
+                provider="rdma",
+                override=True,
+                missing=self._what_is_missing,
+            )
+        return registry
+
+    def _what_is_missing(self, settings: object) -> str | None:
+        self.asked.append(settings)
+        return self._missing
+
+    def _make(self, context: HandlerContext) -> TransferHandler[Any, Any]:
+        raise AssertionError("explain makes no handlers")
+
+
+@pytest.mark.parametrize("missing", [None, "there is no driver"])
+def test_explain_shows_both_chains(
+    cli: Cli,
+    deployment: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str | None,
+) -> None:
+    hop = DirectHop(missing)
+    monkeypatch.setattr("tiered_kv.plugins.build_registry", hop.build_registry)
+    told = cli("explain", deployment, "--json")
+    routes = {(route["from"], route["to"]): route for route in told.json["routes"]}
+    for ends in (("ssd", "gpu"), ("gpu", "ssd")):
+        route = routes[ends]
+        [other] = route["rejected"]
+        direct, staged = "->".join(ends), f"{ends[0]}->cpu->{ends[1]}"
+        expected = (direct, staged) if missing is None else (staged, direct)
+        assert (route["chain"]["label"], other["label"]) == expected
+        assert all(hop["usable"] for hop in route["chain"]["hops"])
+        assert all(hop["reason"] == "assumed" for hop in route["chain"]["hops"])
+        assert all(hop["bytes_per_second"] > 0 for hop in other["hops"])
+        if missing is None:
+            assert other["why"].startswith("slower by ")
+        else:
+            assert other["why"] == f"{direct}: not in use here: there is no driver"
+    assert routes["pins", "gpu"]["rejected"] == []
+    assert [getattr(settings, "name", None) for settings in hop.asked] == ["ssd"] * 2
+    text = " ".join(cli("explain", deployment).out.split())
+    assert "ssd->gpu by rdma" in text
+    assert "ssd->cpu by nvme: 5.00 GB/s and 100us per call, assumed" in text
+    assert ("yes: cheapest that works" if missing is None else "not usable") in text
+    assert list(tmp_path.iterdir()) == [deployment]
+
+
 def test_explain_without_a_host_tier(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "d.yaml"
     file.write_text(f"tiers: [{{name: ssd, type: nvme, path: {tmp_path}/ssd, capacity: 1GiB}}]")
@@ -291,7 +356,10 @@ def test_check_stores_reads_back_and_deletes_a_block_in_every_tier(
             assert detail.startswith("1000001 bytes stored, 1000001 loaded, compared")
         modes = ran.json["modes"]
         assert modes["ssd"]["io"] in ("direct", "buffered")
-        assert {"memory", "copy", "checksum"} <= set(modes["host"])
+        assert {"copy", "checksum"} <= set(modes["host"])
+        assert modes["host"]["memory"] == "pageable (no device asks for pinned memory)"
+        assert modes["host"]["pages"].split()[0] in ("huge", "base")
+        assert modes["host"]["prefault"].endswith("MiB")
         assert "writemap" in modes["pins"]
     for folder in (tmp_path / "ssd", tmp_path / "pins"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

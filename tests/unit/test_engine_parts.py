@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.unit.doubles import SLOT_BYTES, FastSpec, Gather, Scatter
+from tests.unit.doubles import SLOT_BYTES, DirectLoad, FastSpec, Gather, Scatter
 from tiered_kv.engine import EngineLimits, register_store_handlers
-from tiered_kv.engine.health import HealthBoard
+from tiered_kv.engine.health import STALE_SECONDS, HealthBoard
 from tiered_kv.engine.hops import Complaints
 from tiered_kv.engine.jobs import Active, Gate
 from tiered_kv.engine.loop import LoopThread
 from tiered_kv.engine.waiting import Lease, Patience, Permits, Staging
 from tiered_kv.memory import HostBlockPool
 from tiered_kv.registry import TransferRegistry
-from tiered_kv.routing import Hop, Router, assumed_cost
+from tiered_kv.routing import GPU_ENDPOINT, Endpoint, Hop, HopCost, Router, assumed_cost
 from tiered_kv.specs import CpuSpec, GpuSpec, LoadJob, Parts
 from tiered_kv.values import JobId
 
@@ -144,6 +144,58 @@ def test_a_tenant_that_keeps_its_staging_leaves_the_others_theirs() -> None:
         assert pool.leased == 0
         with pytest.raises(ValueError, match="beyond the quota of 2"):
             await staging.lease("fast", 3, Patience())
+        pool.close()
+
+    run(work)
+
+
+def test_what_waits_for_a_tier_that_hangs_holds_up_no_other_tier() -> None:
+    """F16: not where stores hold all they can, and what hangs holds its quota, either."""
+
+    async def work() -> None:
+        pool = HostBlockPool(0, 8, SLOT_BYTES)
+        staging = Staging(pool, 2)
+        hung = await staging.lease("fast", 2, Patience())
+        stores = [await staging.lease(Staging.STORES, 2, Patience()) for _ in range(2)]
+        assert pool.free_staging == 2
+        given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        more = asyncio.create_task(staging.lease("fast", 2, Patience(given_up=given_up)))
+        store = asyncio.create_task(staging.lease(Staging.STORES, 1, Patience()))
+        await settle()
+        for _ in range(3):  # each tier can always read one group
+            group = await staging.lease("slow", staging.group("slow", 8), overdue())
+            assert group is not None
+            assert len(group.slots) == 2
+            group.give_back()
+        assert not more.done()
+        given_up.set_result(None)
+        await settle()
+        assert more.result() is None
+        assert not store.done(), "the rest is owed to the other tier"
+        assert stores[0] is not None
+        stores[0].give_back()
+        await settle()
+        last = store.result()
+        for lease in (hung, stores[1], last):
+            assert lease is not None
+            lease.give_back()
+        assert (pool.leased, pool.stray_returns) == (0, 0)
+        pool.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 9, 64])
+@pytest.mark.parametrize("tiers", [1, 2, 3, 8])
+def test_an_idle_staging_pool_serves_every_group(slots: int, tiers: int) -> None:
+    async def work() -> None:
+        pool = HostBlockPool(0, slots, SLOT_BYTES)
+        staging = Staging(pool, tiers)
+        for tenant in (Staging.STORES, *map(str, range(tiers))):
+            lease = await staging.lease(tenant, staging.group(tenant, 1000), overdue())
+            assert lease is not None
+            assert lease.slots
+            lease.give_back()
         pool.close()
 
     run(work)
@@ -280,6 +332,94 @@ def test_speeds_are_measured_over_the_time_in_which_calls_run() -> None:
         clock.now += 0.1
         health.ended(hop, began, 4 * 2**20, worked=True)
     assert health.cost(hop).bytes_per_second == pytest.approx(40 * 2**20, rel=0.1)
+
+
+class Traffic:
+    """A board and a router over it; every job moves 8 MiB by the chain that is chosen."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        registry = TransferRegistry()
+        registry.register(GpuSpec, CpuSpec, Gather, provider="doubles")
+        registry.register(CpuSpec, GpuSpec, Scatter, provider="doubles")
+        registry.register(FastSpec, GpuSpec, DirectLoad, provider="doubles")
+        register_store_handlers(registry, FastSpec, "doubles")
+        self.router = Router(registry, {"fast": FastSpec}, self._cost, SLOT_BYTES, 1000)
+        self.board = HealthBoard(
+            self.router.hops(),
+            limit=2,
+            retry_after=5.0,
+            changed=self.router.invalidate,
+            clock=self.clock,
+        )
+        for hop in self.router.hops():
+            self.board.open(hop)
+
+    def _cost(self, hop: Hop) -> HopCost:
+        return self.board.cost(hop)
+
+    def job(self, **speeds: float) -> str:
+        self.board.refresh()
+        chain = self.router.chain(Endpoint(FastSpec, "fast"), GPU_ENDPOINT)
+        for hop in chain.hops:
+            began = self.board.began(hop)
+            self.clock.now += 2**23 / speeds[hop.label.replace("->", "_")]
+            self.board.ended(hop, began, 2**23, worked=True)
+        return chain.label
+
+    def jobs(self, count: int, **speeds: float) -> str:
+        """D for each job that went directly, h for each that went through the host."""
+        return "".join("D" if self.job(**speeds) == "fast->gpu" else "h" for _ in range(count))
+
+
+def test_each_chain_is_measured_and_the_faster_one_taken() -> None:
+    direct_wins = {"fast_gpu": 3e9, "fast_cpu": 2e9, "cpu_gpu": 9e9}
+    host_wins = {"fast_gpu": 1e9, "fast_cpu": 2e9, "cpu_gpu": 9e9}
+    assert Traffic().jobs(6, **direct_wins) == "DhDDDD"
+    traffic = Traffic()
+    assert traffic.jobs(6, **host_wins) == "Dhhhhh"
+    report = traffic.router.report(Endpoint(FastSpec, "fast"), GPU_ENDPOINT)
+    assert report.chosen is not None
+    assert [cost.reason for cost in report.chosen.costs] == ["measured over 40 MiB"] * 2
+    [(other, why)] = report.rejected
+    assert [cost.bytes_per_second for cost in other.costs] == [pytest.approx(1e9)]
+    assert why.startswith("slower by ")
+
+
+def test_a_chain_that_lost_long_ago_is_tried_again() -> None:
+    traffic = Traffic()
+    host_wins = {"fast_gpu": 1e9, "fast_cpu": 2e9, "cpu_gpu": 9e9}
+    assert traffic.jobs(4, **host_wins) == "Dhhh"
+    traffic.clock.now += STALE_SECONDS / 2
+    assert traffic.jobs(4, **host_wins) == "hhhh"
+    traffic.clock.now += STALE_SECONDS / 2
+    # Traffic through the host kept its own measurement; the direct one is forgotten.
+    assert traffic.jobs(4, **host_wins) == "Dhhh"
+    traffic.clock.now += STALE_SECONDS / 2
+    assert traffic.jobs(2, **host_wins) == "hh"
+    traffic.clock.now += STALE_SECONDS / 2
+    direct_wins = {"fast_gpu": 3e9, "fast_cpu": 2e9, "cpu_gpu": 9e9}
+    assert traffic.jobs(4, **direct_wins) == "DDDD"  # it has become faster, and that shows
+
+
+def test_a_call_that_runs_keeps_its_measurement() -> None:
+    clock = Clock()
+    health, hop, _ = board(clock)
+    health.open(hop)
+    began = health.began(hop)
+    clock.now += 1
+    health.ended(hop, began, 2**21, worked=True)
+    began = health.began(hop)
+    clock.now += STALE_SECONDS
+    health.refresh()
+    assert health.cost(hop).reason == "measured over 2 MiB"
+    health.ended(hop, began, 2**21, worked=True)
+    clock.now += STALE_SECONDS - 1
+    health.refresh()
+    assert health.cost(hop).reason == "measured over 4 MiB"
+    clock.now += 1
+    health.refresh()
+    assert health.cost(hop) == assumed_cost(hop)
 
 
 def test_a_gate_lets_one_side_win() -> None:

@@ -356,13 +356,13 @@ def test_a_direct_store_and_one_through_staging_share_a_job() -> None:
 
 def test_a_direct_store_that_is_poisoned_before_it_has_gathered_publishes_nothing() -> None:
     with Rig(direct=True, group_blocks=8) as rig:
-        rig.cache.gathering.shut()
+        rig.cache.taking.shut()
         rig.engine.submit(rig.store(1, range(5), FastSpec, slots=False))
-        rig.journal.wait_for("gpu->cpu begins key-000000")
+        rig.journal.wait_for("gpu->fast begins key-000000")
         rig.engine.poison([JobId(1)])
         for i in range(5):
             rig.cache.blocks[i] = b"new owner".ljust(BLOCK_BYTES)
-        rig.cache.gathering.open()
+        rig.cache.taking.open()
         [result] = rig.results(JobId(1))
         assert set(result.statuses) == {CANCELLED}
         assert not rig.fast.rows

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +9,9 @@ import pytest
 from tiered_kv.connector import Answer, Handshake, Manager, ManagerLimits, TierView, WorkerReport
 from tiered_kv.connector.messages import FailedBlock
 from tiered_kv.connector.requests import allowed_tiers
-from tiered_kv.errors import ConfigError, IdentityError
+from tiered_kv.contracts import BlockStore
+from tiered_kv.errors import ConfigError, IdentityError, TierError
+from tiered_kv.index import Mirror
 from tiered_kv.specs import CpuSpec, KeySpec, Part, SlotRef
 from tiered_kv.values import (
     BlockKey,
@@ -36,7 +39,8 @@ class MirrorDouble:
 
     known: dict[BlockKey, bool | None] = field(default_factory=dict)
     state: str = "ready"
-    closed: bool = False
+    closed: list[float] = field(default_factory=list)
+    """How long each `close` was willing to wait."""
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool | None]:
         return [self.known.get(key, False) for key in keys]
@@ -46,7 +50,7 @@ class MirrorDouble:
             self.known.pop(key, None)
 
     def close(self, timeout: float) -> bool:
-        self.closed = True
+        self.closed.append(timeout)
         return True
 
 
@@ -336,7 +340,7 @@ def test_after_a_reset_no_older_block_is_served() -> None:
     b.manager.prepare_load("q", keys("a", "b"))
     pending = b.manager.prepare_store("r", keys("c"))
     b.manager.reset()
-    assert b.disk.closed
+    assert b.disk.closed == [0.0]
     assert b.answers("q", keys("a", "b", "c")) == [Answer.MISS] * 3
     # Slots in flight stay out of use until their rank has released them.
     plan = b.manager.prepare_store("r", keys("e", "f", "g", "h"))
@@ -345,6 +349,50 @@ def test_after_a_reset_no_older_block_is_served() -> None:
     assert pending.targets.first is not None
     b.manager.take_report(WorkerReport(released=((0, pending.targets.first.slots[0]),)))
     assert b.manager.prepare_store("r", keys("h")).keys == tuple(keys("h"))
+
+
+def test_a_reset_does_not_wait_for_a_store_that_hangs() -> None:
+    """The scheduler's thread calls it. The end waits, a bounded time, for what is left."""
+    opening, may_open = threading.Event(), threading.Event()
+    mirrors: list[Mirror] = []
+
+    def open_store() -> BlockStore:
+        opening.set()
+        assert may_open.wait(30.0)
+        raise TierError("not today", tier="ssd")
+
+    def mirror(geometry: CacheGeometry) -> Mirror:
+        mirrors.append(Mirror(open_store, tier="ssd"))
+        return mirrors[-1]
+
+    manager = Manager(
+        fingerprint=FINGERPRINT,
+        host_tier="host",
+        host_write=True,
+        tiers=[TierView("ssd", DiskSpec, write=True, mirror=mirror)],
+        limits=ManagerLimits(lookup_wait=0.05, retry_backoff=5.0),
+        world_size=1,
+    )
+    manager.attach([handshake()])
+    assert opening.wait(30.0)
+    manager.reset()
+    assert manager.states() == {}
+    [left] = mirrors
+    assert left.close(timeout=0.0) is False, "its store still hangs"
+    may_open.set()
+    manager.close()
+    assert left.close(timeout=30.0)
+
+
+def test_the_end_waits_for_all_mirrors_together() -> None:
+    b = bench()
+    b.manager.reset()
+    b.manager.close()
+    b.manager.close()
+    for mirror in (b.disk, b.pins):
+        first, last = mirror.closed
+        assert first == 0.0
+        assert 0.0 <= last <= 1.0
 
 
 def test_finished_requests_are_forgotten() -> None:

@@ -351,3 +351,58 @@ def test_a_descriptor_imports_no_driver(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert done.stdout.strip() == "[]"
+
+
+MOVER = """
+    def register(registry):
+        registry.register(GpuSpec, CpuSpec, lambda context: None, provider="{name}")
+
+    backend = Backend("{name}", Medium("gpu"), API_VERSION, "Moves.", register=register)
+    """
+
+
+def test_two_backends_that_claim_one_pair_are_both_named(author: Author) -> None:
+    entries = [author(MOVER.format(name=name), name=name) for name in ("mover", "shover")]
+    plugins = plugins_of(*entries)
+    with pytest.raises(PluginError, match="registered by both 'mover' and 'shover'"):
+        build_registry(plugins.deployed([]))
+    mover, shover = plugins.report()
+    assert mover.available
+    assert not shover.available
+    assert "registered by both 'mover' and 'shover'" in str(shover.reason)
+    assert "uninstall one" in str(shover.hint)
+
+
+def test_two_backends_that_claim_one_medium_are_both_named(author: Author) -> None:
+    entries = [
+        author("backend = Backend(**PARTS)"),
+        author(
+            """
+            class CartridgeSettings(TierSettings, frozen=True):
+                type: Literal["cartridge"] = "cartridge"
+
+            changes = {"name": "cartridge", "settings": lambda: CartridgeSettings}
+            backend = Backend(**PARTS | changes)
+            """,
+            name="cartridge",
+        ),
+    ]
+    cartridge, tape = plugins_of(*entries).report()
+    assert cartridge.available
+    assert not tape.available
+    assert "'tape' brings the medium 'tape', which 'cartridge' brings too" in str(tape.reason)
+
+
+def test_a_backend_whose_registering_fails_is_reported(author: Author) -> None:
+    entry = author(
+        """
+        def register(registry):
+            raise RuntimeError("no tape")
+
+        backend = Backend("mover", Medium("gpu"), API_VERSION, "Moves.", register=register)
+        """,
+        name="mover",
+    )
+    (line,) = plugins_of(entry).report()
+    assert not line.available
+    assert "RuntimeError: no tape" in str(line.reason)

@@ -86,6 +86,18 @@ def test_hops_of_a_chain_overlap_so_the_slowest_counts_and_every_latency() -> No
     assert "fast->cpu by disks: 1.00 GB/s measured" in chain.reason
 
 
+def test_blocks_that_move_together_share_the_latency() -> None:
+    costs = Costs(fast_gpu=1e9, fast_cpu=2e9)
+    costs.latencies = {"fast->cpu": 1e-3, "cpu->gpu": 0.0}
+    alone = Router(registry(), {"fast": FastSpec}, costs, BLOCK)
+    together = Router(registry(), {"fast": FastSpec}, costs, BLOCK, 4)
+    assert alone.chain(FAST, GPU_ENDPOINT).label == "fast->gpu"
+    costs.speeds["cpu->gpu"] = 4e9
+    chain = together.chain(FAST, GPU_ENDPOINT)
+    assert chain.label == "fast->cpu->gpu"
+    assert chain.seconds_per_block == pytest.approx(BLOCK / 2e9 + 1e-3 / 4)
+
+
 def test_latency_decides_where_speeds_are_equal() -> None:
     costs = Costs()
     costs.latencies = {"fast->gpu": 1e-3}
@@ -120,6 +132,26 @@ def test_an_answer_is_kept_until_something_changes() -> None:
     routes.invalidate()
     assert routes.chain(FAST, GPU_ENDPOINT) == first
     assert costs.asked == 2 * asked
+
+
+def test_a_chain_that_was_tried_is_left_out() -> None:
+    costs = Costs(fast_gpu=5e9)
+    routes = router(costs)
+    direct = routes.find(FAST, GPU_ENDPOINT)
+    assert direct is not None
+    assert direct.label == "fast->gpu"
+    other = routes.find(FAST, GPU_ENDPOINT, frozenset({direct.hops}))
+    assert other is not None
+    assert other.label == "fast->cpu->gpu"
+    both = frozenset({direct.hops, other.hops})
+    assert routes.find(FAST, GPU_ENDPOINT, both) is None
+    asked = costs.asked
+    assert routes.find(FAST, GPU_ENDPOINT, both) is None
+    assert costs.asked == asked  # that there is none is known, too
+    costs.unhealthy["cpu->gpu"] = "unhealthy: no device"
+    routes.invalidate()
+    assert routes.find(FAST, GPU_ENDPOINT, frozenset({direct.hops})) is None
+    assert routes.find(FAST, GPU_ENDPOINT) == direct
 
 
 def test_where_nothing_works_the_error_names_why() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import tiered_kv_gpu
+from tests.unit.device_stand_in import StandIn
 from tests.unit.doubles import FastSpec, Journal, MemoryStore, key
 from tiered_kv.connector import ConnectorMetadata, WorkerConnector, WorkerPlan, WorkerReport
 from tiered_kv.engine import EngineLimits, register_store_handlers
 from tiered_kv.errors import IdentityError, TierError, UnsupportedError
+from tiered_kv.memory import KVCaches
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import (
     CpuSpec,
@@ -186,6 +188,78 @@ def test_a_store_that_no_step_follows_is_submitted_by_a_timer(rig: Rig) -> None:
     assert set(rig.store.rows) == {key(0)}
 
 
+class Fences:
+    """Stands in for a device: numbers its fences, and notes which job came after which."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorded_by: list[int] = []
+        self.jobs: dict[int, tuple[object | None, int]] = {}
+        """By job: the fence, and the thread that submitted it."""
+        self._submit = rig.worker.engine.submit
+        monkeypatch.setattr(KVCaches, "fence", self._fence)
+        monkeypatch.setattr(rig.worker.engine, "submit", self._submitted)
+
+    def _fence(self) -> str:
+        self.recorded_by.append(threading.get_ident())
+        return f"fence {len(self.recorded_by)}"
+
+    def _submitted(self, job: LoadJob | StoreJob, after: object | None = None) -> None:
+        self.jobs[job.id] = (after, threading.get_ident())
+        self._submit(job, after)
+
+
+def test_copies_come_after_what_the_engine_gave_its_device(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences = Fences(rig, monkeypatch)
+    me = threading.get_ident()
+    rig.worker.handle_preemptions(ConnectorMetadata())
+    rig.worker.start_kv_transfers(ConnectorMetadata())
+    rig.worker.prepare_store_kv(ConnectorMetadata())
+    assert fences.recorded_by == []  # a step without jobs costs nothing
+    rig.worker.prepare_store_kv(ConnectorMetadata(stores=(store_job(1, 0), store_job(2, 1))))
+    assert fences.recorded_by == [me]
+    rig.worker.start_kv_transfers(ConnectorMetadata(loads=(load_job(3, (0,), (9,)),)))
+    flushed = store_job(4, 2)
+    step = ConnectorMetadata(stores=(flushed,), flush=frozenset({flushed.id}))
+    rig.worker.handle_preemptions(step)
+    rig.worker.prepare_store_kv(step)
+    rig.results(4)
+    assert {job: after for job, (after, _) in fences.jobs.items()} == {
+        1: "fence 1",
+        2: "fence 1",
+        3: "fence 2",
+        4: "fence 3",
+    }
+    assert set(fences.recorded_by) == {me}
+
+
+def test_the_fence_of_a_deferred_store_is_not_the_timers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences = Fences(rig, monkeypatch)
+    rig.worker.prepare_store_kv(ConnectorMetadata(stores=(store_job(1, 0),)))
+    rig.journal.wait_for("fast.publish goes on")
+    after, submitter = fences.jobs[1]
+    assert after == "fence 1"
+    assert fences.recorded_by == [threading.get_ident()]
+    assert submitter != threading.get_ident()
+
+
+def test_a_device_that_failed_does_not_end_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failed(caches: KVCaches) -> object:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(KVCaches, "fence", failed)
+    rig.worker.prepare_store_kv(ConnectorMetadata(stores=(store_job(1, 0),)))
+    rig.worker.start_kv_transfers(ConnectorMetadata())
+    [result] = rig.results(1)
+    assert result.ok
+    assert "illegal memory access" in caplog.text
+
+
 def test_flushed_stores_have_left_the_engine_before_the_step_goes_on(rig: Rig) -> None:
     before = rig.bytes_of(3)
     job = store_job(1, 3)
@@ -333,3 +407,51 @@ def test_cross_layer_caches_are_one_tensor() -> None:
 
 def test_what_is_in_effect_is_shown_per_hop(rig: Rig) -> None:
     assert set(rig.worker.engine.modes()) >= {"gpu->cpu", "cpu->gpu", "cpu->fast", "fast->cpu"}
+
+
+def test_the_host_pool_grows_once_the_manager_has_looked_at_the_machine(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tiered_kv")
+    assert rig.worker._pool is not None
+    assert "host pool" not in caplog.text
+    for _ in range(2):
+        assert rig.worker.handshake().tier_slots == 32
+    assert rig.worker._pool.wait_grown(PATIENCE)
+    told = [r.getMessage() for r in caplog.records if "host pool" in r.getMessage()]
+    [line] = told
+    for part in ("memory pageable (", "pages ", "prefault 160KiB of 160KiB"):
+        assert part in line
+    delta = rig.worker.get_kv_connector_stats()
+    assert delta is not None
+    kinds = {k: delta.gauge("host_pool_bytes", k) for k in ("mapped", "resident", "pinned")}
+    assert kinds == {"mapped": 40 * 4096, "resident": 40 * 4096, "pinned": 0}
+
+
+def test_every_tier_and_the_stores_have_staging(rig: Rig) -> None:
+    """F16: however little is configured."""
+    plan = replace(rig.worker._plan, staging_bytes=0, tiers={"a": FastSpec, "b": FastSpec})
+    worker = WorkerConnector(plan)
+    worker.register_kv_caches(rig.layers)
+    assert worker._pool is not None
+    assert worker._pool.staging_slots == 3
+    worker.shutdown()
+
+
+def test_the_host_pool_is_registered_with_the_device_of_the_caches(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F25: exactly the pool, while it lives."""
+    device = StandIn()
+    monkeypatch.setattr("tiered_kv.connector.worker.device_of", lambda _: device)
+    worker = WorkerConnector(rig.worker._plan)
+    worker.register_kv_caches(rig.layers)
+    worker.handshake()
+    pool = worker._pool
+    assert pool is not None
+    assert pool.wait_grown(PATIENCE)
+    assert sum(device.ranges.values()) == 40 * 4096
+    assert pool.pinned
+    assert pool.modes()["memory"] == "pinned"
+    worker.shutdown()
+    assert device.ranges == {}

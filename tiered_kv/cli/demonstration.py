@@ -1,5 +1,7 @@
 """What `tiered-kv demo` does: the prompts, the engines one after another, and what was seen.
 
+The first process answers without tiers, then with them; another one answers after the restart.
+
 Outputs are compared with those of vLLM without tiered-kv that serves the same prompt from its own
 prefix cache: the shapes of the computation are the same then. A prompt that is computed as a whole
 may get another answer in bf16, from vLLM alone too.
@@ -40,7 +42,7 @@ PRIMING_TOKENS = 8
 """Length of the answer where a prompt is asked for the first time, to compute and store it."""
 TIMED_TOKENS = 2
 """Length of an answer of which only the time to its first token is wanted."""
-TIMED_PROMPTS = 3
+TIMED_PROMPTS = 2
 """How many prompts are computed as a whole to time it."""
 SETTLE_SECONDS = 60.0
 
@@ -210,8 +212,11 @@ class Demonstration:
             RefuseToStart: the deployment cannot be used.
             TieredKVError: an engine failed; the message tells what it printed.
         """
-        reference = self._reference()
-        stats = (self._first_process(reference), self._second_process(reference))
+        with self._process("first process") as engine:
+            reference = self._reference(engine)
+            first = self._first_process(engine, reference)
+        with self._process("after the restart") as engine:
+            stats = first, self._second_process(engine, reference)
         return Findings(
             tiers=self.tiers,
             prompt_tokens=tuple(len(ids) for ids in self._prompts),
@@ -221,72 +226,72 @@ class Demonstration:
         )
 
     @contextmanager
-    def _engine(self, name: str, **arguments: Any) -> Iterator[EngineProcess]:
-        self.progress.stage(f"{name}: starting vLLM")
+    def _process(self, name: str) -> Iterator[EngineProcess]:
         log = self.folder / f"{name.replace(' ', '-')}.log"
         environment = offline_environment() | ENVIRONMENT | dict(self.environment)
         with EngineProcess(log=log, environment=environment) as engine:
-            engine.open({"model": str(self.model)} | ENGINE | arguments)
-            self.progress.stage(f"{name}: vLLM is ready")
             yield engine
             engine.end()
 
-    def _reference(self) -> Reference:
+    def _open(self, engine: EngineProcess, name: str, **arguments: Any) -> None:
+        self.progress.stage(f"{name}: starting")
+        engine.open({"model": str(self.model)} | ENGINE | arguments)
+        self.progress.stage(f"{name}: ready")
+
+    def _reference(self, engine: EngineProcess) -> Reference:
         answers: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         cached: list[tuple[int, int]] = []
         again_seconds: list[float] = []
         computed_seconds: list[float] = []
-        with self._engine("vLLM alone") as engine:
-            self._prompts = long_prompts(engine.encode)
-            lengths = sorted(len(ids) for ids in self._prompts)
-            self.progress.stage(
-                f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, "
-                f"answers of {ANSWER_TOKENS}"
+        self._open(engine, "vLLM alone")
+        self._prompts = long_prompts(engine.encode)
+        lengths = sorted(len(ids) for ids in self._prompts)
+        self.progress.stage(
+            f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, "
+            f"answers of {ANSWER_TOKENS}"
+        )
+        for number, ids in enumerate(self._prompts, 1):
+            first = engine.generate(ids, max_tokens=PRIMING_TOKENS)
+            again = engine.generate(ids, max_tokens=ANSWER_TOKENS)
+            answers.append((first.token_ids, again.token_ids))
+            cached.append((first.cached_tokens, again.cached_tokens))
+            again_seconds.append(again.first_token_seconds)
+            if first.cached_tokens == 0:  # the first prompt finds nothing
+                computed_seconds.append(first.first_token_seconds)
+                self.progress.step(f"prompt {number}: {first.first_token_seconds:.2f} s computed")
+            self.progress.step(
+                f"prompt {number}: {again.first_token_seconds:.2f} s from vLLM's own cache"
             )
-            for number, ids in enumerate(self._prompts, 1):
-                first = engine.generate(ids, max_tokens=PRIMING_TOKENS)
-                again = engine.generate(ids, max_tokens=ANSWER_TOKENS)
-                answers.append((first.token_ids, again.token_ids))
-                cached.append((first.cached_tokens, again.cached_tokens))
-                again_seconds.append(again.first_token_seconds)
-                if first.cached_tokens == 0:  # the first prompt finds nothing
-                    computed_seconds.append(first.first_token_seconds)
-                    self.progress.step(
-                        f"prompt {number}: {first.first_token_seconds:.2f} s computed"
-                    )
-                self.progress.step(
-                    f"prompt {number}: {again.first_token_seconds:.2f} s from vLLM's own cache"
-                )
-            for number, ids in enumerate(self._prompts[1:TIMED_PROMPTS], 2):
-                engine.reset_prefix_cache()
-                cold = engine.generate(ids, max_tokens=TIMED_TOKENS)
-                computed_seconds.append(cold.first_token_seconds)
-                self.progress.step(f"prompt {number}: {cold.first_token_seconds:.2f} s computed")
+        for number, ids in enumerate(self._prompts[1:TIMED_PROMPTS], 2):
+            engine.reset_prefix_cache()
+            cold = engine.generate(ids, max_tokens=TIMED_TOKENS)
+            computed_seconds.append(cold.first_token_seconds)
+            self.progress.step(f"prompt {number}: {cold.first_token_seconds:.2f} s computed")
         return Reference(
             tuple(answers), tuple(cached), tuple(again_seconds), tuple(computed_seconds)
         )
 
-    def _first_process(self, reference: Reference) -> StatsSnapshot:
+    def _first_process(self, engine: EngineProcess, reference: Reference) -> StatsSnapshot:
         host = next((name for name, kind in self.tiers.items() if kind == "cpu"), None)
-        with self._engine("first process", **engine_arguments(self.config)) as engine:
-            for prompt in range(len(self._prompts)):
-                self._ask(engine, reference, 1, prompt, "shared", max_tokens=PRIMING_TOKENS)
-                engine.settle(SETTLE_SECONDS)
-                if host is not None:
-                    self._ask(engine, reference, 1, prompt, host, hint=host)
-            return engine.settle(SETTLE_SECONDS)
+        self._open(engine, "vLLM with tiers", **engine_arguments(self.config))
+        for prompt in range(len(self._prompts)):
+            self._ask(engine, reference, 1, prompt, "shared", max_tokens=PRIMING_TOKENS)
+            engine.settle(SETTLE_SECONDS)
+            if host is not None:
+                self._ask(engine, reference, 1, prompt, host, hint=host)
+        return engine.settle(SETTLE_SECONDS)
 
-    def _second_process(self, reference: Reference) -> StatsSnapshot:
+    def _second_process(self, engine: EngineProcess, reference: Reference) -> StatsSnapshot:
         stores = [name for name, kind in self.tiers.items() if kind != "cpu"]
-        with self._engine("after the restart", **engine_arguments(self.config)) as engine:
-            for prompt in range(len(self._prompts)):
-                free = self._ask(engine, reference, 2, prompt, "after_restart")
-                for name in stores:
-                    # The whole answer was compared already where this tier supplied all of it.
-                    seen = free.only == name and free.equal
-                    length = TIMED_TOKENS if seen else ANSWER_TOKENS
-                    self._ask(engine, reference, 2, prompt, name, hint=name, max_tokens=length)
-            return engine.settle(SETTLE_SECONDS)
+        self._open(engine, "vLLM with tiers, new", **engine_arguments(self.config))
+        for prompt in range(len(self._prompts)):
+            free = self._ask(engine, reference, 2, prompt, "after_restart")
+            for name in stores:
+                # The whole answer was compared already where this tier supplied all of it.
+                seen = free.only == name and free.equal
+                length = TIMED_TOKENS if seen else ANSWER_TOKENS
+                self._ask(engine, reference, 2, prompt, name, hint=name, max_tokens=length)
+        return engine.settle(SETTLE_SECONDS)
 
     def _ask(
         self,

@@ -18,9 +18,10 @@ from tiered_kv.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from tiered_kv.config import Deployment
+    from tiered_kv.config import Deployment, TierSettings
     from tiered_kv.plugins import Plugins
-    from tiered_kv.routing import Chain, RouteReport
+    from tiered_kv.registry import TransferRegistry
+    from tiered_kv.routing import Chain, Hop, HopCost, RouteReport
 
 __all__ = ["explain"]
 
@@ -70,7 +71,7 @@ def explain(
     )
     print_table(
         f"Chains for a block of {bytes_text(block_bytes)}",
-        ("from", "to", "chain", "per block", "why"),
+        ("from", "to", "chain", "per block", "hops", "chosen"),
         (row for report in routes for row in _rows(report)),
     )
     for message in warnings:
@@ -108,9 +109,9 @@ def _routes(
     deployment: Deployment, plugins: Plugins, unusable: dict[str, str], block_bytes: int
 ) -> list[RouteReport]:
     """Every tier, to and from the engine."""
-    from tiered_kv.engine import register_store_handlers
+    from tiered_kv.engine import GROUP_BYTES, register_store_handlers
     from tiered_kv.plugins import build_registry
-    from tiered_kv.routing import CPU_ENDPOINT, Hop, HopCost, Router, assumed_cost
+    from tiered_kv.routing import CPU_ENDPOINT, Router, assumed_cost
 
     usable = (tier.type for tier in deployment.stores if tier.name not in unusable)
     registry = build_registry(plugins.deployed(usable))
@@ -118,31 +119,57 @@ def _routes(
     stores = {name: spec for name, spec in specs.items() if spec is not None}
     for backend, spec in {t.type: stores[t.name] for t in deployment.stores}.items():
         register_store_handlers(registry, spec, provider=backend)
+    settings = {tier.name: tier for tier in deployment.stores}
 
     def cost(hop: Hop) -> HopCost:
         known = assumed_cost(hop)
         reason = unusable.get(hop.tier)
+        if reason is None and hop.tier in settings:
+            reason = _missing(registry, hop, settings[hop.tier])
         return known if reason is None else replace(known, healthy=False, reason=reason)
 
-    reports = Router(registry, stores, cost, block_bytes).explain()
+    group = max(1, GROUP_BYTES // block_bytes)
+    reports = Router(registry, stores, cost, block_bytes, group).explain()
     if deployment.cpu is not None:
         return list(reports)
     return [report for report in reports if CPU_ENDPOINT not in (report.src, report.dst)]
+
+
+def _missing(registry: TransferRegistry, hop: Hop, settings: TierSettings) -> str | None:
+    from tiered_kv.engine import NOT_IN_USE
+
+    try:
+        missing = registry.pair(hop.src.spec, hop.dst.spec).missing(settings)
+    except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the rest is shown
+        missing = f"{hop.provider} cannot tell whether it works: {error!r}"
+    return None if missing is None else f"{NOT_IN_USE}: {missing}"
 
 
 def _rows(report: RouteReport) -> list[tuple[str, ...]]:
     ends = (str(report.src), str(report.dst))
     rows: list[tuple[str, ...]] = []
     if report.chosen is not None:
-        rows.append((*ends, *_cells(report.chosen), f"chosen: {report.chosen.reason}"))
+        others = "cheapest that works" if report.rejected else "the only one"
+        rows.append((*ends, *_cells(report.chosen), f"yes: {others}"))
     elif not report.rejected:
-        rows.append((*ends, "none", "-", report.text))
-    rows.extend((*ends, *_cells(chain), f"not chosen: {why}") for chain, why in report.rejected)
+        rows.append((*ends, "none", "-", "-", report.text))
+    rows.extend((*ends, *_cells(chain), f"no: {why}") for chain, why in report.rejected)
     return rows
 
 
-def _cells(chain: Chain) -> tuple[str, str]:
-    return chain.label, f"{chain.seconds_per_block * 1e6:.0f}us"
+def _cells(chain: Chain) -> tuple[str, str, str]:
+    hops = (
+        f"{hop.label} by {hop.provider}: {_speed(cost)}"
+        for hop, cost in zip(chain.hops, chain.costs, strict=True)
+    )
+    return chain.label, f"{chain.seconds_per_block * 1e6:.0f}us", "\n".join(hops)
+
+
+def _speed(cost: HopCost) -> str:
+    if not cost.healthy:
+        return "not usable"
+    latency = f"{cost.latency_seconds * 1e6:.0f}us"
+    return f"{cost.bytes_per_second / 1e9:.2f} GB/s and {latency} per call, {cost.reason}"
 
 
 def _route(report: RouteReport) -> dict[str, Any]:
@@ -160,8 +187,16 @@ def _chain(chain: Chain) -> dict[str, Any]:
     return {
         "label": chain.label,
         "hops": [
-            {"from": str(hop.src), "to": str(hop.dst), "provider": hop.provider}
-            for hop in chain.hops
+            {
+                "from": str(hop.src),
+                "to": str(hop.dst),
+                "provider": hop.provider,
+                "bytes_per_second": cost.bytes_per_second,
+                "latency_seconds": cost.latency_seconds,
+                "usable": cost.healthy,
+                "reason": cost.reason,
+            }
+            for hop, cost in zip(chain.hops, chain.costs, strict=True)
         ],
         "seconds_per_block": chain.seconds_per_block,
         "reason": chain.reason,

@@ -1,5 +1,6 @@
 """The configuration of a deployment: one YAML file, read strictly."""
 
+from tiered_kv.config.host_memory import MemoryRoom, host_memory
 from tiered_kv.config.loading import TierTypes, deployment_model, load, schema
 from tiered_kv.config.model import (
     Admit,
@@ -40,6 +41,7 @@ __all__ = [
     "Directory",
     "Duration",
     "Limits",
+    "MemoryRoom",
     "NamespaceSettings",
     "Placement",
     "PolicySettings",
@@ -51,6 +53,7 @@ __all__ = [
     "deployment_model",
     "format_bytes",
     "format_seconds",
+    "host_memory",
     "load",
     "readable_bytes",
     "require_room",

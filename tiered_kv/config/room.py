@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tiered_kv.config.host_memory import host_memory
 from tiered_kv.config.model import Deployment
 from tiered_kv.config.units import readable_bytes
 from tiered_kv.errors import ConfigError
@@ -22,7 +23,7 @@ class Volume:
     """A file system, or the machine's memory, and the tiers that share it."""
 
     place: str
-    """A path on it, or "host memory"."""
+    """A path on it, "host memory", or the control group whose memory limit is the tightest."""
     free_bytes: int
     """What is free now."""
     held_bytes: int = 0
@@ -31,6 +32,8 @@ class Volume:
     """What the tiers may hold in the end."""
     tiers: list[str] = field(default_factory=list)
     """Their names."""
+    terms: str = ""
+    """The sum behind `free_bytes`, where it is one."""
 
     @property
     def shortage(self) -> str | None:
@@ -40,10 +43,11 @@ class Volume:
         names = " and ".join(repr(tier) for tier in self.tiers)
         noun = "tier" if len(self.tiers) == 1 else "tiers"
         held = f" beside the {self.held_bytes} that they hold" if self.held_bytes else ""
+        terms = f" ({self.terms})" if self.terms else ""
         return (
             f"{noun} {names} may grow to {self.wanted_bytes} bytes "
             f"({readable_bytes(self.wanted_bytes)}), but {self.place} has {self.free_bytes} bytes "
-            f"({readable_bytes(self.free_bytes)}) free{held}; lower capacity or make room"
+            f"({readable_bytes(self.free_bytes)}) free{held}{terms}; lower capacity or make room"
         )
 
 
@@ -65,7 +69,9 @@ def volumes(deployment: Deployment, ranks: int) -> list[Volume]:
     if deployment.cpu is not None:
         host = deployment.cpu
         wanted = host.capacity * ranks
-        found.append(Volume("host memory", _free_memory(), 0, wanted, [host.name]))
+        memory = host_memory()
+        volume = Volume(memory.place, memory.free_bytes, 0, wanted, [host.name], memory.terms)
+        found.append(volume)
     for tier in deployment.tiers:
         for place, directory in enumerate(tier.directories.values()):
             parent = existing_parent(directory)
@@ -106,10 +112,3 @@ def _sizes(directory: Path) -> Iterator[int]:
                 yield Path(folder, name).lstat().st_blocks * 512
             except OSError:  # gone, or not ours to see
                 continue
-
-
-def _free_memory() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,10 +1,10 @@
 """The connector's two halves: the manager decides, the workers move."""
 
+from tiered_kv.connector.handshake import Handshake
 from tiered_kv.connector.manager import Manager, ManagerLimits, StorePlan
 from tiered_kv.connector.messages import (
     ConnectorMetadata,
     FailedBlock,
-    Handshake,
     WorkerReport,
 )
 from tiered_kv.connector.requests import Answer, allowed_tiers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tiered_kv.values import BlockKey
 
@@ -12,7 +12,8 @@ MAX_KEYS = 65_536
 
 
 class Backoff:
-    """Keys with the time until which they answer MISS to all requests. Not thread-safe.
+    """Keys with the time until which a tier is not asked for them, whoever the request is. Not
+    thread-safe.
 
     Bounded: where more keys fail than it can hold, the oldest news is dropped, and such a key may
     be tried once more.
@@ -20,23 +21,28 @@ class Backoff:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until: dict[BlockKey, float] = {}
+        self._until: dict[tuple[str, BlockKey], float] = {}
 
-    def add(self, key: BlockKey, until: float) -> None:
-        """Hold a key off until this time (seconds of the clock)."""
+    def add(self, tier: str, key: BlockKey, until: float) -> None:
+        """Do not ask this tier for this key until this time (seconds of the clock)."""
         if len(self._until) >= MAX_KEYS:
             now = self._clock()
-            self._until = {k: t for k, t in self._until.items() if t > now}
+            self._until = {entry: t for entry, t in self._until.items() if t > now}
             if len(self._until) >= MAX_KEYS:
                 del self._until[next(iter(self._until))]
-        self._until[key] = until
+        self._until[tier, key] = until
 
-    def holds(self, key: BlockKey, now: float) -> bool:
-        """Whether the key is to be held off at `now`."""
-        until = self._until.get(key)
+    def drop(self, tier: str, keys: Iterable[BlockKey]) -> None:
+        """Ask the tier for these keys again: they are being stored there anew."""
+        for key in keys:
+            self._until.pop((tier, key), None)
+
+    def holds(self, tier: str, key: BlockKey, now: float) -> bool:
+        """Whether the tier is not to be asked for the key at `now`."""
+        until = self._until.get((tier, key))
         if until is None:
             return False
         if until > now:
             return True
-        del self._until[key]
+        del self._until[tier, key]
         return False

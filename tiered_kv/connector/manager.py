@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.connector.backoff import Backoff
-from tiered_kv.connector.messages import Handshake, WorkerReport
+from tiered_kv.connector.handshake import Handshake, agreed
+from tiered_kv.connector.messages import WorkerReport
 from tiered_kv.connector.requests import Answer, RequestState
-from tiered_kv.connector.views import KeyMirror, TierView
+from tiered_kv.connector.views import Mirrors, TierView
 from tiered_kv.placement import Admission, HostCatalog, LruPolicy, SlotState
 from tiered_kv.specs import CpuSpec, LoadStoreSpec, Part, Parts, SlotRef, StoreTargets
 from tiered_kv.stats import StatsDelta, StatsRecorder
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_LOADS = 2
 """A request whose loads failed this often is computed."""
+
+CLOSE_SECONDS = 1.0
+"""Longest wait at the end for stores that are being closed."""
 
 NO_SLOT = SlotRef(0, -1)
 """A slot under a generation that was never given out: a load from it finds nothing."""
@@ -89,7 +93,8 @@ class Manager:
         self._admission = Admission(min_uses)
         self._catalog: HostCatalog | None = None
         self._slot_bytes = 0
-        self._mirrors: dict[str, KeyMirror] = {}
+        self._mirrors = Mirrors()
+        """Mirrors that were told to let go and not waited for."""
         self._requests: dict[str, RequestState] = {}
         self._backoff = Backoff(clock)
         self._storing: dict[BlockKey, SlotRef | None] = {}
@@ -105,9 +110,7 @@ class Manager:
         Raises:
             IdentityError: scheduler and ranks, or two ranks, disagree.
         """
-        first = handshakes[0]
-        for handshake in handshakes:
-            handshake.check(self._fingerprint, tuple(handshakes))
+        first = agreed(handshakes, self._fingerprint, self._world)
         self._slot_bytes = first.geometry.slot_bytes
         if self._host_tier is not None:
             self._catalog = HostCatalog(first.tier_slots, LruPolicy(), clock=self._clock)
@@ -197,11 +200,12 @@ class Manager:
         open_keys: list[BlockKey] = []
         host = self._host_tier if self._allows(state, self._host_tier) else None
         for key in keys:
-            if self._backoff.holds(key, now):
-                state.answers[key] = Answer.MISS
-                continue
             found = None
-            if host is not None and self._catalog is not None:
+            if (
+                host is not None
+                and self._catalog is not None
+                and not self._backoff.holds(host, key, now)
+            ):
                 found = self._catalog.lookup(key)
             if found is SlotState.READY and host is not None:
                 state.answers[key] = Answer.HIT
@@ -218,6 +222,9 @@ class Manager:
                 continue
             still_open: list[BlockKey] = []
             for key, known in zip(open_keys, mirror.lookup(open_keys), strict=True):
+                if known is not False and self._backoff.holds(tier.name, key, now):
+                    still_open.append(key)
+                    continue
                 if known:
                     state.answers[key] = Answer.HIT
                     state.sources[key] = tier.name
@@ -354,6 +361,8 @@ class Manager:
             if dropped and self._host_tier is not None:
                 self.stats.dropped(self._host_tier, "slots", dropped)
             first = CpuSpec(tuple(slots[key] for key in chosen))
+            if self._host_tier is not None:
+                self._backoff.drop(self._host_tier, chosen)
         else:
             chosen = [key for key in wanted if any(key in keys for keys in absent.values())]
         behind: list[Part] = []
@@ -362,6 +371,7 @@ class Manager:
             if positions:
                 spec = tier.spec(tier.name, tuple(chosen[i] for i in positions))
                 behind.append(Part(spec, positions))
+                self._backoff.drop(tier.name, spec.keys)
         self._storing.update((key, slots.get(key)) for key in chosen)
         return StorePlan(tuple(chosen), StoreTargets(first, tuple(behind)), evicted)
 
@@ -387,7 +397,8 @@ class Manager:
         """Hear what failed and what was released; call it before the completions of the step.
 
         Lost blocks are forgotten at once, so that the recomputing request does not find them
-        again; blocks of a tier that failed or was too slow answer MISS for a while.
+        again, and no tier is asked again for a while for a block that it failed to bring, unless
+        that is stored there anew.
         """
         until = self._clock() + self._limits.retry_backoff
         for failed in report.failed_loads:
@@ -399,8 +410,7 @@ class Manager:
             self._failures += 1
             if failed.status.lost:
                 self._forget(tier, failed.key)
-            else:
-                self._backoff.add(failed.key, until)
+            self._backoff.add(tier, failed.key, until)
         self._bad_stores.update(f.key for f in report.failed_stores if f.key in self._storing)
         if self._catalog is not None:
             for rank, slot in report.released:
@@ -417,9 +427,9 @@ class Manager:
     def reset(self) -> None:
         """No block stored before this call is served to this engine again.
 
-        The host tier starts empty. Store tiers are left as they are, for other engines and for a
-        restart, but this engine does not use them any more: it can't tell its own older rows
-        from rows of changed weights.
+        Waits for nothing. The host tier starts empty. Store tiers are left as they are, for other
+        engines and for a restart, but this engine does not use them any more: it can't tell its
+        own older rows from rows of changed weights.
         """
         if self._catalog is not None:
             # Completions of loads from before a reset never arrive. Their reads are guarded by the
@@ -432,7 +442,7 @@ class Manager:
                 "cache reset: tiers %s are not used by this engine until it is restarted",
                 ", ".join(self._mirrors),
             )
-        self._close_mirrors()
+        self._mirrors.leave()
         self._storing.clear()
         self._bad_stores.clear()
         self._failed_requests.clear()
@@ -458,15 +468,28 @@ class Manager:
         """Requests that are remembered; none is after the last has finished."""
         return len(self._requests)
 
+    def audit(self) -> tuple[str, ...]:
+        """What is still in use, or wrong in the books, once no request is left and the ranks have
+        reported everything; empty in a sound program. For tests; O(slots)."""
+        wrong: list[str] = []
+        if self._requests:
+            wrong.append(f"requests are remembered: {', '.join(sorted(self._requests))}")
+        if self._storing or self._bad_stores or self._failed_requests:
+            wrong.append(
+                f"{len(self._storing)} blocks are being stored, {len(self._bad_stores)} of a store "
+                f"that failed, {len(self._failed_requests)} requests have a load that failed"
+            )
+        if self._catalog is not None:
+            wrong.extend(self._catalog.audit())
+            counts = self._catalog.counts
+            if counts.pinned or counts.storing or counts.held or counts.orphaned or counts.leased:
+                wrong.append(f"host slots are in use: {counts}")
+        return tuple(wrong)
+
     def states(self) -> Mapping[str, str]:
         """State of each store tier's mirror, for logs and tests."""
         return {name: mirror.state for name, mirror in self._mirrors.items()}
 
-    def _close_mirrors(self) -> None:
-        for mirror in self._mirrors.values():
-            mirror.close(timeout=1.0)
-        self._mirrors = {}
-
     def close(self) -> None:
-        """Let go of the mirrors. Idempotent."""
-        self._close_mirrors()
+        """Let go of the mirrors, waiting at most `CLOSE_SECONDS` for all of them. Idempotent."""
+        self._mirrors.close(CLOSE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 from tiered_kv.specs import KeySpec
 from tiered_kv.values import BlockKey, CacheGeometry
 
-__all__ = ["KeyMirror", "TierView"]
+__all__ = ["KeyMirror", "Mirrors", "TierView"]
 
 
 class KeyMirror(Protocol):
@@ -29,7 +30,8 @@ class KeyMirror(Protocol):
         ...
 
     def close(self, timeout: float) -> bool:
-        """Let go within `timeout` seconds."""
+        """Begin to let go of the store, and wait at most `timeout` seconds (0: not at all) until
+        that is done; whether it is. May be called again."""
         ...
 
 
@@ -43,3 +45,26 @@ class TierView:
     """Whether stores go to it."""
     mirror: Callable[[CacheGeometry], KeyMirror]
     """Makes the mirror once the geometry is known."""
+
+
+class Mirrors(dict[str, KeyMirror]):
+    """The mirrors in use, by tier. One thread uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: list[KeyMirror] = []
+
+    def leave(self) -> None:
+        """Use none of them any more; each closes its store on its own thread."""
+        for mirror in self.values():
+            mirror.close(timeout=0.0)
+            self._left.append(mirror)
+        self.clear()
+
+    def close(self, seconds: float) -> None:
+        """Leave them, and wait at most `seconds` for all of them together. Idempotent."""
+        self.leave()
+        until = time.monotonic() + seconds
+        for mirror in self._left:
+            mirror.close(timeout=max(0.0, until - time.monotonic()))
+        self._left = []

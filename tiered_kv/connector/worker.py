@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.connector.messages import ConnectorMetadata, FailedBlock, Handshake, WorkerReport
+from tiered_kv.connector.handshake import Handshake
+from tiered_kv.connector.messages import ConnectorMetadata, FailedBlock, WorkerReport
 from tiered_kv.connector.occupancy import OccupancyReporter
 from tiered_kv.connector.opening import StoreOpener
+from tiered_kv.connector.proof import Proof, ProofRun
 from tiered_kv.contracts import BlockStore
 from tiered_kv.engine import EngineLimits, TransferEngine
-from tiered_kv.memory import HostBlockPool, KVCaches
+from tiered_kv.errors import UnsupportedError
+from tiered_kv.memory import HostBlockPool, KVCaches, PageState, device_of
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import JobResult, KeySpec, LoadJob, SlotRef, StoreJob
 from tiered_kv.stats import StatsDelta, StatsRecorder
@@ -39,6 +43,9 @@ DEFERRED_STORE_SECONDS = 0.02
 
 FLUSH_SECONDS = 1.0
 """Longest wait for stores whose engine blocks are about to be reused."""
+
+REMEMBERED_JOBS = 4096
+"""So many jobs back a repeated one is noticed."""
 
 OPEN_WAIT_SECONDS = 1.0
 """How long the start waits for the stores, so that a misconfigured one is refused at once."""
@@ -78,15 +85,18 @@ class WorkerConnector:
         self._pool: HostBlockPool | None = None
         self._opener: StoreOpener | None = None
         self._geometry: CacheGeometry | None = None
+        self._caches: KVCaches | None = None
+        self._proof: Proof | None = None
         self._tier_slots = 0
         self.stats = StatsRecorder(f"rank {plan.rank}")
         self._occupancy = OccupancyReporter(self.stats)
         self._lock = threading.Lock()
-        self._deferred: list[StoreJob] = []
+        self._deferred: list[tuple[StoreJob, object | None]] = []
+        """Stores with the fence that they come after."""
         self._timer: threading.Timer | None = None
         self._flushed: set[JobId] = set()
-        self._running: set[JobId] = set()
-        """Jobs that were submitted, or refused, and whose results were not popped yet."""
+        self._given: OrderedDict[JobId, None] = OrderedDict()
+        """The latest jobs that were submitted, or refused: ids are used once."""
         self._open_stores: dict[str, set[JobId]] = {}
         self._finished_requests: set[str] = set()
         self._completed: list[JobResult] = []
@@ -122,9 +132,16 @@ class WorkerConnector:
         """Build the pool and the transfer engine for these caches, and begin to open the stores.
 
         Raises:
+            UnsupportedError: the caches do not have the KV groups that the engine announced.
             RefuseToStart: a tier cannot be used as configured.
         """
         plan = self._plan
+        if len(caches.groups) != len(plan.group_tokens):
+            raise UnsupportedError(
+                f"the engine has {len(plan.group_tokens)} KV groups, but registered caches for "
+                f"{len(caches.groups)}; one tensor for all layers is for one KV group"
+            )
+        self._caches = caches
         groups = tuple(
             GroupGeometry(
                 index=index,
@@ -137,9 +154,18 @@ class WorkerConnector:
         geometry = CacheGeometry(groups, plan.rank, plan.world_size)
         slot_bytes = geometry.slot_bytes
         self._tier_slots = plan.host_bytes // slot_bytes
-        staging_slots = max(2, plan.staging_bytes // slot_bytes)
+        # One for each tier that is read from, and one for stores: none can starve another then.
+        staging_slots = max(1 + max(1, len(plan.tiers)), plan.staging_bytes // slot_bytes)
         self._geometry = geometry
-        self._pool = HostBlockPool(self._tier_slots, staging_slots, slot_bytes)
+        self._caches = caches
+        device = device_of(caches.device)
+        self._pool = HostBlockPool(
+            self._tier_slots,
+            staging_slots,
+            slot_bytes,
+            register=None if device is None else device.register_host,
+            unregister=None if device is None else device.unregister_host,
+        )
         engine = TransferEngine(
             registry=plan.registry,
             geometry=geometry,
@@ -190,14 +216,34 @@ class WorkerConnector:
         )
 
     def handshake(self) -> Handshake:
-        """What the manager half has to know of this rank.
+        """What the manager half has to know of this rank. The host pool grows from now on: the
+        engine asks for this when the manager has checked that the pools of all ranks fit.
+
+        Runs the start-up self-test first, once: the engine must be idle, and waits a few
+        milliseconds, at most `tiered_kv.connector.proof.PROOF_SECONDS`.
 
         Raises:
             RuntimeError: no caches were registered yet.
         """
-        if self._geometry is None:
+        if self._geometry is None or self._caches is None or self._pool is None:
             raise RuntimeError("handshake before register_kv_caches")
-        return Handshake(self._plan.fingerprint, self._geometry, self._tier_slots)
+        plan, geometry = self._plan, self._geometry
+        if self._proof is None:
+            run = ProofRun(self.engine, self.memory, self._caches, geometry, plan.fingerprint)
+            with self.stats.silence():
+                self._proof = run.run()
+        self._pool.grow(self._grown)
+        return Handshake(plan.fingerprint, geometry, self._tier_slots, self._proof)
+
+    def _grown(self, state: PageState) -> None:
+        self.stats.host_pool(
+            mapped_bytes=state.mapped_bytes,
+            resident_bytes=state.prefaulted_bytes,
+            huge_bytes=state.huge_bytes,
+            pinned_bytes=state.pinned_bytes,
+        )
+        modes = "; ".join(f"{name} {mode}" for name, mode in state.modes().items())
+        logger.info("rank %d: host pool: %s", self._plan.rank, modes)
 
     @property
     def engine(self) -> TransferEngine:
@@ -210,6 +256,17 @@ class WorkerConnector:
             raise RuntimeError("no KV caches are registered")
         return self._engine
 
+    @property
+    def memory(self) -> HostBlockPool:
+        """The rank's host block pool.
+
+        Raises:
+            RuntimeError: no caches were registered yet.
+        """
+        if self._pool is None:
+            raise RuntimeError("no KV caches are registered")
+        return self._pool
+
     # Every engine step
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
@@ -219,11 +276,12 @@ class WorkerConnector:
         flush = metadata.flush
         if not flush:
             return
+        stores = [job for job in metadata.stores if job.id in flush]
+        after = self._fence() if stores else None
         with self._lock:
-            for job in metadata.stores:
-                if job.id in flush:
-                    self._flushed.add(job.id)
-                    self._submit_store(job)
+            for job in stores:
+                self._flushed.add(job.id)
+                self._submit_store(job, after)
         late = self.engine.wait(flush, FLUSH_SECONDS)
         if late:
             logger.warning(
@@ -236,18 +294,25 @@ class WorkerConnector:
     def start_kv_transfers(self, metadata: ConnectorMetadata) -> None:
         """Submit the stores deferred from the step before, then this step's loads."""
         self._submit_deferred()
-        for job in metadata.loads:
-            self._submit(job)
+        after = self._fence() if metadata.loads else None
+        with self._lock:
+            for job in metadata.loads:
+                self._submit(job, after)
 
     def prepare_store_kv(self, metadata: ConnectorMetadata) -> None:
         """Queue this step's stores, to be submitted after the transfers that sampling waits for:
-        at the next step, or by a timer where no step follows."""
+        at the next step, or by a timer where no step follows.
+
+        What computes the blocks has been given to the device by now, so the fence that their copies
+        wait for is recorded here: the timer's thread knows nothing of the engine's stream.
+        """
+        after = self._fence() if metadata.stores else None
         with self._lock:
             for job in metadata.stores:
                 if job.id in self._flushed:
                     self._flushed.discard(job.id)
                     continue
-                self._deferred.append(job)
+                self._deferred.append((job, after))
             if self._deferred and self._timer is None and not self._closed:
                 timer = threading.Timer(DEFERRED_STORE_SECONDS, self._submit_deferred)
                 timer.daemon = True
@@ -264,20 +329,34 @@ class WorkerConnector:
             timer, self._timer = self._timer, None
             if timer is not None:
                 timer.cancel()
-            for job in jobs:
-                self._submit_store(job)
+            for job, after in jobs:
+                self._submit_store(job, after)
 
-    def _submit_store(self, job: StoreJob) -> None:
-        self._open_stores.setdefault(job.request, set()).add(job.id)
-        self._submit(job)
+    def _fence(self) -> object | None:
+        """The point behind what the model-runner thread has given the device; see
+        `TransferSpec.after`."""
+        if self._caches is None:
+            return None
+        try:
+            return self._caches.fence()
+        except RuntimeError as error:  # torch's, of a device that failed: the copies will, too
+            logger.error("the engine's device cannot say how far it is: %s", error)
+            return None
 
-    def _submit(self, job: LoadJob | StoreJob) -> None:
-        if job.id in self._running:
+    def _submit_store(self, job: StoreJob, after: object | None) -> None:
+        if job.id not in self._given:
+            self._open_stores.setdefault(job.request, set()).add(job.id)
+        self._submit(job, after)
+
+    def _submit(self, job: LoadJob | StoreJob, after: object | None) -> None:
+        if job.id in self._given:
             logger.error("job %d of request %s was given twice; it runs once", job.id, job.request)
             return
-        self._running.add(job.id)
+        self._given[job.id] = None
+        if len(self._given) > REMEMBERED_JOBS:
+            self._given.popitem(last=False)
         try:
-            self.engine.submit(job)
+            self.engine.submit(job, after)
         except (ValueError, RuntimeError) as error:
             # The inference engine must hear of every job it gave us, and of no exception.
             logger.error("job %d of request %s was not begun: %s", job.id, job.request, error)
@@ -303,7 +382,6 @@ class WorkerConnector:
             self._finished_requests.update(finished_req_ids)
             refused, self._refused = self._refused, []
             for result in (*self.engine.finished(), *refused):
-                self._running.discard(result.id)
                 self._completed.append(result)
                 if result.kind is JobKind.LOAD:
                     received.add(result.request)
@@ -315,7 +393,7 @@ class WorkerConnector:
                         jobs.discard(result.id)
                         if not jobs:
                             del self._open_stores[result.request]
-            deferred = {job.request for job in self._deferred}
+            deferred = {job.request for job, _ in self._deferred}
             sent = {
                 request
                 for request in self._finished_requests

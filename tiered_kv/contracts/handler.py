@@ -35,6 +35,17 @@ class HostMemory(Protocol):
         """Bytes of each slot; a multiple of the page size, page-aligned."""
         ...
 
+    @property
+    def pinned(self) -> bool:
+        """Whether all slots are registered with the engine's device now, so that copies to and
+        from it need no detour. Copies are right without it."""
+        ...
+
+    def chunk_of(self, number: int) -> int:
+        """Which piece of memory, as far as the device's driver is concerned, this slot lies in:
+        one copy must not cross from one into another."""
+        ...
+
     def begin(self, slot: SlotRef) -> memoryview | None:
         """The whole slot, writable, its old content forgotten. None when a younger generation of
         the slot was begun already: the caller's use of it is over (status CANCELLED)."""
@@ -58,8 +69,9 @@ class HostMemory(Protocol):
 class TransferHandler(Protocol[S_contra, D_contra]):
     """Moves blocks for one (source, destination) pair of one tier.
 
-    Runs inside the transfer engine's event loop. Blocking calls go to the context's executor, once
-    per call, never once per block. Cancellation, deadlines and health are the engine's work.
+    `tiered_kv.testing.conformance` proves these rules of any handler. Runs inside the transfer
+    engine's event loop. Blocking calls go to the context's executor, once per call, never once per
+    block. Cancellation, deadlines and health are the engine's work.
     """
 
     async def transfer(self, spec: TransferSpec[S_contra, D_contra]) -> HopResult:
@@ -74,8 +86,12 @@ class TransferHandler(Protocol[S_contra, D_contra]):
         `spec.commit()` before a load's last copy and after a store's gather: False means that the
         job was given up, and the blocks are CANCELLED and leave no trace.
 
+        `copied_bytes` counts what was copied, whatever became of it afterwards.
+
         Raises:
-            TierError: the whole tier does not work; counts as TIER_ERROR for every block.
+            TierError: the whole tier does not work, or the handler was closed; counts as
+                TIER_ERROR for every block.
+            ValueError: `src`, `dst` and `keys` are not equally long.
         """
         ...
 

@@ -13,6 +13,13 @@ Rules for all methods:
   `contains`, `scan` and `changes`, only when the parts of all ranks are published.
 * They raise `TierError` when the tier does not work, `NoSpace` when there is no room, `ValueError`
   when the caller breaks the contract. Foreign errors are translated, `raise ... from`.
+* A store that was opened with `writable=False` refuses with `ValueError` whatever would change its
+  blocks; a closed store raises `TierError`.
+* What it takes on the disk stays within its capacity, counting what lay in its directory before.
+* What was published outlives its process, however that ends, as far as the medium is durable; what
+  was not published leaves nothing behind then.
+
+`tiered_kv.testing.conformance` proves these rules of any store.
 """
 
 from __future__ import annotations
@@ -106,8 +113,9 @@ class BlockStore(Protocol):
 
     def publish(self, places: Sequence[Place]) -> None:
         """Make written places visible in one transaction (data first, then index, to the
-        durability that is configured). Publishing a key that another process published
-        meanwhile keeps one of the two and gives the other's room back."""
+        durability that is configured). A place that was not written is refused. Publishing a key
+        that another process published meanwhile keeps one of the two and gives the other's room
+        back."""
         ...
 
     def abandon(self, places: Sequence[Place]) -> None:
@@ -119,7 +127,8 @@ class BlockStore(Protocol):
 
         `memory[i]` is page-aligned and at least as long as the block may be. The caller, not the
         store, verifies the checksum; but a row that changed while its bytes were read is MISSING.
-        A row whose length exceeds `memory[i]` is MISSING.
+        A row whose length exceeds `memory[i]` is MISSING. Nothing behind the block's bytes is
+        written.
         """
         ...
 

@@ -1,7 +1,9 @@
 """Runs chains: the transfer engine of one rank."""
 
 from tiered_kv.engine.core import TransferEngine
-from tiered_kv.engine.limits import EngineLimits
+from tiered_kv.engine.direct import DeviceStagingFactory
+from tiered_kv.engine.health import NOT_IN_USE
+from tiered_kv.engine.limits import GROUP_BYTES, EngineLimits
 from tiered_kv.engine.stores import (
     CpuToStoreHandler,
     StoreToCpuHandler,
@@ -9,7 +11,10 @@ from tiered_kv.engine.stores import (
 )
 
 __all__ = [
+    "GROUP_BYTES",
+    "NOT_IN_USE",
     "CpuToStoreHandler",
+    "DeviceStagingFactory",
     "EngineLimits",
     "StoreToCpuHandler",
     "TransferEngine",

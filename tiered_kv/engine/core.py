@@ -10,15 +10,18 @@ from typing import Any
 
 from tiered_kv.contracts import BlockStore, HandlerContext, TransferHandler
 from tiered_kv.engine.behind import WriteBehind
-from tiered_kv.engine.captures import Storer
-from tiered_kv.engine.health import OPENING, HealthBoard
+from tiered_kv.engine.captures import SlotStorer
+from tiered_kv.engine.direct import DeviceStagingFactory, DirectHops
+from tiered_kv.engine.health import NOT_IN_USE, OPENING, HealthBoard
 from tiered_kv.engine.hops import Complaints, LiveHop
 from tiered_kv.engine.jobs import Active, JobTable, check_job
 from tiered_kv.engine.limits import EngineLimits
 from tiered_kv.engine.loads import Loader
 from tiered_kv.engine.loop import LoopThread
+from tiered_kv.engine.slotless import SlotlessStorer
 from tiered_kv.engine.waiting import Permits, Staging
-from tiered_kv.memory import HostBlockPool, KVCaches
+from tiered_kv.errors import UnsupportedError
+from tiered_kv.memory import HostBlockPool, KVCaches, make_staging
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.routing import CPU_ENDPOINT, GPU_ENDPOINT, Hop, HopCost, Router
 from tiered_kv.specs import JobResult, KeySpec, LoadJob, SlotRef, StoreJob
@@ -53,9 +56,11 @@ class TransferEngine:
         limits: EngineLimits,
         stats: StatsRecorder,
         caches: KVCaches | None,
+        device_staging: DeviceStagingFactory = make_staging,
     ) -> None:
         """Start the loop and make the handlers between engine and host memory. Every tier is
         "opening" until it is attached; without `caches` nothing moves to or from the engine.
+        `device_staging` gives direct hops their memory on the engine's device.
 
         Raises:
             ValueError: a tier is named "gpu" or "cpu".
@@ -72,8 +77,9 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._clean: bool | None = None
-        self._router = Router(registry, tiers, self._cost, memory.slot_bytes)
-        self._executors: dict[tuple[str, bool], DaemonExecutor] = {}
+        group = max(1, limits.group_bytes // memory.slot_bytes)
+        self._router = Router(registry, tiers, self._cost, memory.slot_bytes, group)
+        self._executors: dict[_Lane, DaemonExecutor] = {}
         self._jobs = JobTable(stats)
         self._board = HealthBoard(
             self._router.hops(),
@@ -84,6 +90,7 @@ class TransferEngine:
         self._loop = LoopThread("tiered-kv-engine")
         try:
             self._hops = self._make_hops()
+            self._direct = DirectHops(self._hops, geometry, caches, device_staging)
             self._staging = Staging(memory, len(self._tiers))
             self._behind = WriteBehind(
                 loop=self._loop,
@@ -103,7 +110,16 @@ class TransferEngine:
                 limits=limits,
                 slot_bytes=memory.slot_bytes,
             )
-            self._storer = Storer(
+            self._slot_storer = SlotStorer(
+                loop=self._loop,
+                jobs=self._jobs,
+                router=self._router,
+                live=self._hops.__getitem__,
+                behind=self._behind,
+                limits=limits,
+                slot_bytes=memory.slot_bytes,
+            )
+            self._slotless_storer = SlotlessStorer(
                 loop=self._loop,
                 jobs=self._jobs,
                 router=self._router,
@@ -130,8 +146,9 @@ class TransferEngine:
     def attach(self, tier: str, store: BlockStore) -> None:
         """A tier's store is open: make its handlers and use them from now on.
 
-        Called on a thread that may block. A handler that cannot be made leaves its hop out of use;
-        a tier that is attached after `close` is ignored.
+        Called on a thread that may block. A handler that cannot be made leaves its hop out of use
+        (where it raises `UnsupportedError`, that is no fault of the tier); a tier that is attached
+        after `close` is ignored.
 
         Raises:
             ValueError: no such tier, or it was attached before.
@@ -148,6 +165,10 @@ class TransferEngine:
                 continue
             try:
                 live.attach(self._make_handler(hop, store), store)
+                self._direct.attached(hop)
+            except UnsupportedError as error:
+                logger.info("%s is %s: %s", hop, NOT_IN_USE, error)
+                self._board.unusable(hop, f"{NOT_IN_USE}: {error}")
             except Exception as error:  # a plug-in may raise anything; its hop is out, not serving
                 logger.exception("%s stays out of use: its handler could not be made", hop.label)
                 self._board.unusable(hop, f"its handler could not be made: {error}")
@@ -179,8 +200,11 @@ class TransferEngine:
 
     # ------------------------------------------------------------------------------------ jobs
 
-    def submit(self, job: LoadJob | StoreJob) -> None:
+    def submit(self, job: LoadJob | StoreJob, after: object | None = None) -> None:
         """Take a job; its chains are chosen now. Loads and stores run side by side.
+
+        Copies that read or write the engine's cache are ordered after `after` on its device (see
+        `TransferSpec.after`); None: nothing to wait for.
 
         Raises:
             ValueError: the job contradicts itself, or its id belongs to a job whose result was
@@ -188,7 +212,7 @@ class TransferEngine:
             RuntimeError: the engine was closed.
         """
         check_job(job)
-        active = self._jobs.add(job)
+        active = self._jobs.add(job, after)
         # The log names the caller's file and line, not ours.
         logger.debug(
             "%s job %d submitted: %d blocks", job.kind, job.id, len(job.keys), stacklevel=2
@@ -271,10 +295,13 @@ class TransferEngine:
         if active.given_up:
             active.told.set_result(None)
         self._board.refresh()
-        if isinstance(active.job, LoadJob):
-            self._loop.spawn(self._loader.run(active, active.job))
+        job = active.job
+        if isinstance(job, LoadJob):
+            self._loop.spawn(self._loader.run(active, job))
+        elif job.dst.first is None:
+            self._loop.spawn(self._slotless_storer.run(active, job))
         else:
-            self._loop.spawn(self._storer.run(active, active.job))
+            self._loop.spawn(self._slot_storer.run(active, job, job.dst.first))
 
     def _is_closed(self) -> bool:
         return self._clean is not None
@@ -285,14 +312,13 @@ class TransferEngine:
 
     def _make_hops(self) -> dict[Hop, LiveHop]:
         complaints = Complaints()
-        permits: dict[tuple[str, bool], Permits] = {}
+        permits: dict[_Lane, Permits] = {}
         hops: dict[Hop, LiveHop] = {}
         for hop in self._router.hops():
             lane = _lane(hop)
             if lane not in self._executors:
                 threads = self._limits.threads_per_tier
-                name = f"tiered-kv-{lane[0]}-{'load' if lane[1] else 'store'}"
-                self._executors[lane] = DaemonExecutor(threads, name)
+                self._executors[lane] = DaemonExecutor(threads, f"tiered-kv-{'-'.join(lane)}")
                 permits[lane] = Permits(threads)
             hops[hop] = LiveHop(
                 hop=hop,
@@ -310,7 +336,9 @@ class TransferEngine:
     def _attach_memory(self) -> None:
         for hop, live in self._hops.items():
             if not self._has_caches(hop):
-                self._board.unusable(hop, "the engine's KV caches are not registered")
+                self._board.unusable(
+                    hop, f"{NOT_IN_USE}: the engine's KV caches are not registered"
+                )
             elif hop.tier == CPU_ENDPOINT.tier:
                 live.attach(self._make_handler(hop, None), None)
 
@@ -325,6 +353,8 @@ class TransferEngine:
             tier=hop.tier,
             store=store,
             caches=self._caches,
+            staging=self._direct.staging_of(hop),
+            capture=self._direct.capture,
         )
         return self._registry.handler(hop.src.spec, hop.dst.spec, context)
 
@@ -333,29 +363,46 @@ class TransferEngine:
 
     def _health_changed(self) -> None:
         self._router.invalidate()
-        self._loop.call(self._behind.drop_unusable)
+        self._loop.call(self._tell_health)
         self._note_states()
+
+    def _tell_health(self) -> None:
+        for live in self._hops.values():
+            live.tell()
+        self._behind.drop_unusable()
 
     def _note_states(self) -> None:
         """Put the tiers' states into the statistics."""
         for tier in self._tiers:
             self._stats.state(tier, self._state_of(tier))
 
-    def _troubles(self, tier: str) -> dict[Hop, str | None]:
-        return {hop: live.trouble for hop, live in self._hops.items() if hop.tier == tier}
+    def _troubles(self, tier: str) -> tuple[dict[Hop, str | None], dict[Hop, str]]:
+        """What is wrong with the tier's hops; and the direct ones that this set-up does without,
+        while others serve."""
+        hops = {hop: live.trouble for hop, live in self._hops.items() if hop.tier == tier}
+        unused = {
+            hop: why
+            for hop, why in hops.items()
+            if hop.direct and why is not None and why.startswith(NOT_IN_USE)
+        }
+        if len(unused) == len(hops):
+            return hops, {}
+        return {hop: why for hop, why in hops.items() if hop not in unused}, unused
 
     def _health_of(self, tier: str) -> tuple[bool, str]:
-        troubles = self._troubles(tier)
+        troubles, unused = self._troubles(tier)
         serves = any(why is None and hop.src.tier == tier for hop, why in troubles.items())
         reasons = set(troubles.values())
         if not troubles:
             return False, "no handlers are registered for it"
         if len(reasons) == 1:
-            return serves, reasons.pop() or "healthy"
-        return serves, "; ".join(f"{hop.label}: {why}" for hop, why in troubles.items() if why)
+            said = [reasons.pop() or "healthy"]
+        else:
+            said = [f"{hop.label}: {why}" for hop, why in troubles.items() if why]
+        return serves, "; ".join([*said, *(f"{hop.label} {why}" for hop, why in unused.items())])
 
     def _state_of(self, tier: str) -> TierState:
-        troubles = set(self._troubles(tier).values())
+        troubles = set(self._troubles(tier)[0].values())
         if troubles == {None}:
             return TierState.HEALTHY
         if troubles == {OPENING}:
@@ -363,10 +410,15 @@ class TransferEngine:
         return TierState.DEGRADED if self._health_of(tier)[0] else TierState.DOWN
 
 
-def _lane(hop: Hop) -> tuple[str, bool]:
-    """Whose threads a hop uses: its tier's, those for loads (True) or those for stores."""
+_Lane = tuple[str, ...]
+
+
+def _lane(hop: Hop) -> _Lane:
+    """Whose threads a hop uses: its tier's, those for loads or those for stores. A direct hop has
+    threads of its own, so that the way through the host stays open where its calls hang."""
     load = hop.dst == GPU_ENDPOINT or (hop.dst == CPU_ENDPOINT and hop.src != GPU_ENDPOINT)
-    return hop.tier, load
+    lane = (hop.tier, "load" if load else "store")
+    return (*lane, "direct") if hop.direct else lane
 
 
 def _tell(active: Active) -> None:

@@ -2,6 +2,9 @@
 
 A hop is taken out of use by an error or a call that runs too long, and tried again after a while;
 where all its threads hang it stays out until one returns.
+
+What was measured is forgotten when a hop has moved nothing for `STALE_SECONDS`: routing then
+assumes the best of it again, so that a chain that lost once is tried again, and can win.
 """
 
 from __future__ import annotations
@@ -14,18 +17,24 @@ from dataclasses import dataclass, field
 
 from tiered_kv.routing import Hop, HopCost, assumed_cost
 
-__all__ = ["OPENING", "HealthBoard"]
+__all__ = ["NOT_IN_USE", "OPENING", "HealthBoard"]
 
 logger = logging.getLogger(__name__)
 
 OPENING = "opening"
 """Why a hop cannot be used until its tier's store is open."""
 
+NOT_IN_USE = "not in use here"
+"""Beginning of the reason of a hop that this machine or this set-up does not support: no fault."""
+
 REMEMBERED_BYTES = 256 * 2**20
 """A meter halves what it knows when it has seen so much, so that a change shows."""
 
 TRUSTED_BYTES = 2**20
 """What must have moved before a measurement replaces the assumption."""
+
+STALE_SECONDS = 300.0
+"""A measurement that is older says nothing any more."""
 
 NEWS = 0.2
 """Relative change of a speed that makes routing choose anew."""
@@ -66,6 +75,9 @@ class _Meter:
         if self.running:
             self.busy += now - self.since
         self.since = now
+
+    def is_stale(self, now: float) -> bool:
+        return bool(self.total) and not self.running and now - self.since >= STALE_SECONDS
 
     @property
     def speed(self) -> float | None:
@@ -196,11 +208,15 @@ class HealthBoard:
         return now - began
 
     def refresh(self) -> None:
-        """Let hops be tried again whose time has come."""
+        """Let hops be tried again whose time has come, and forget what has not been measured for
+        long."""
         now = self._clock()
         news = False
         with self._lock:
             for state in self._states.values():
+                if state.meter.is_stale(now):
+                    state.meter = _Meter()
+                    news = True
                 if state.failing is not None and not state.retrying and now >= state.retry_at:
                     state.retrying = True
                     news = True

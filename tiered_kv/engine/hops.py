@@ -83,6 +83,7 @@ class LiveHop:
     store: BlockStore | None = None
     modes: Mapping[str, str] | None = None
     running: int = 0
+    _broken: asyncio.Future[None] | None = None
 
     def attach(self, handler: TransferHandler[Any, Any], store: BlockStore | None) -> None:
         """Make the hop usable; called once, from any thread."""
@@ -95,6 +96,21 @@ class LiveHop:
     def trouble(self) -> str | None:
         """Why the hop is not to be used now; None where it may be."""
         return self.board.trouble(self.hop)
+
+    @property
+    def broken(self) -> asyncio.Future[None]:
+        """Done as soon as the hop is not to be used any more; whoever waits for a turn on it goes
+        another way then. A new one begins when the hop works again."""
+        if self._broken is None or (self._broken.done() and self.trouble is None):
+            self._broken = self.loop.loop.create_future()
+        self.tell()
+        return self._broken
+
+    def tell(self) -> None:
+        """Wake those that wait for a turn if the hop does not work (any more)."""
+        waited_for = self._broken
+        if waited_for is not None and not waited_for.done() and self.trouble is not None:
+            waited_for.set_result(None)
 
     def begin(self, spec: TransferSpec[Any, Any], limit: float | None) -> asyncio.Task[HopResult]:
         """Start moving the blocks; the task never raises, and ends only when no copy can read or

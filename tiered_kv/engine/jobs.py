@@ -24,6 +24,8 @@ class Active:
     """A job between its submission and its end."""
 
     job: LoadJob | StoreJob
+    after: object | None = None
+    """What copies to and from the engine's cache are ordered after; see `TransferSpec.after`."""
     submitted: float = field(default_factory=time.monotonic)
     given_up: bool = False
     """A load that nobody waits for, or a store that was poisoned. Set from any thread."""
@@ -67,8 +69,8 @@ class JobTable:
         self._behind = 0
         self._closed = False
 
-    def add(self, job: LoadJob | StoreJob) -> Active:
-        """Note a new job.
+    def add(self, job: LoadJob | StoreJob, after: object | None = None) -> Active:
+        """Note a new job; for `after` see `Active`.
 
         Raises:
             ValueError: a job of this id runs, or its result was not popped yet.
@@ -79,7 +81,7 @@ class JobTable:
                 raise RuntimeError(f"job {job.id} was submitted to a transfer engine that closed")
             if job.id in self._active or job.id in self._done:
                 raise ValueError(f"job id {job.id} is taken: ids are used once")
-            active = Active(job)
+            active = Active(job, after)
             self._active[job.id] = active
             return active
 

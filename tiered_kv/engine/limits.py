@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EngineLimits"]
+__all__ = ["GROUP_BYTES", "EngineLimits"]
+
+GROUP_BYTES = 4 * 2**20
+"""About how many bytes one handler call moves, unless a limit says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,20 +16,25 @@ class EngineLimits:
 
     load_deadline: float
     """Seconds. A load that could not begin to read a block within it gives the block up, and so
-    does a read that has run for longer."""
+    does a read that has run for longer. A call of a chain that another healthy one can take the
+    blocks over from gets half of it, so that time is left for the other."""
     store_deadline: float
     """Seconds. The longest that a store waits for staging, and that a write to a tier may run
-    before the tier counts as hanging."""
+    before the tier counts as hanging; half of it where another chain can take the blocks over."""
     store_queue_bytes: int
     """Bytes that may wait for, or be in, write-behind, all tiers together."""
     write_behind_share: float = 0.25
     """Share of the host tier's slots that write-behind may hold."""
-    group_bytes: int = 4 * 2**20
+    group_bytes: int = GROUP_BYTES
     """About how many bytes one handler call moves; at least one block."""
     threads_per_tier: int = 4
-    """Blocking calls at once, per tier and direction."""
+    """Blocking calls at once, per tier and direction; direct hops have as many of their own."""
     retry_after: float = 5.0
     """Seconds until a hop that failed is tried again."""
+
+    def call_seconds(self, deadline: float, *, other_chain: bool) -> float:
+        """How long one call may run under one of the two deadlines."""
+        return deadline / 2 if other_chain else deadline
 
     def __post_init__(self) -> None:
         if min(self.load_deadline, self.store_deadline, self.retry_after) <= 0:

@@ -1,5 +1,10 @@
 """Runs load jobs: a chain per part, parts side by side, groups of blocks one behind the other so
-that reading one overlaps copying the one before."""
+that reading one overlaps copying the one before.
+
+Where a chain fails in the middle of a job, the blocks that have not come go by another one, once by
+each. A block about which a tier has answered (it came, it is gone, it is corrupt) never moves
+twice, and no block moves again while a call that may still write it runs.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,14 @@ from tiered_kv.engine.limits import EngineLimits
 from tiered_kv.engine.loop import LoopThread
 from tiered_kv.engine.outcome import Outcome, all_ended, groups_of
 from tiered_kv.engine.waiting import Lease, Patience, Staging
-from tiered_kv.errors import TierError
-from tiered_kv.routing import CPU_ENDPOINT, GPU_ENDPOINT, Chain, Hop, Router, endpoint_of
+from tiered_kv.routing import CPU_ENDPOINT, GPU_ENDPOINT, Chain, Hop, Router, Tried, endpoint_of
 from tiered_kv.specs import CpuSpec, HopResult, LoadJob, LoadStoreSpec, Part, TransferSpec
-from tiered_kv.values import BlockStatus
+from tiered_kv.values import BlockKey, BlockStatus
 
 __all__ = ["Loader"]
+
+ABOUT_THE_WAY = frozenset((BlockStatus.TIER_ERROR, BlockStatus.TIMED_OUT, BlockStatus.NO_SPACE))
+"""Answers that say nothing about the block: another chain may bring it."""
 
 
 @dataclass(slots=True)
@@ -35,24 +42,35 @@ class Group:
     deadline: float
     """Until when they may wait for their turn, on the loop's clock."""
 
-    def patience(self) -> Patience:
-        """For a turn."""
-        return Patience(self.deadline, self.active.told)
+    def patience(self, hop: LiveHop) -> Patience:
+        """For a turn on a hop."""
+        return Patience(self.deadline, self.active.told, hop.broken)
 
-    def spec(
-        self, src: LoadStoreSpec, dst: LoadStoreSpec | None = None, gate: Gate | None = None
-    ) -> TransferSpec[Any, Any]:
-        """One hop of all blocks; to the engine where no `dst` is given."""
-        keys = tuple(self.job.keys[p] for p in self.positions)
-        dst = self.job.dst.take(self.positions) if dst is None else dst
+    def to_engine(self, gate: Gate | None = None) -> TransferSpec[Any, Any]:
+        """A hop of all blocks that ends in the engine's cache; a plain copy has no gate."""
+        dst, after = self.job.dst.take(self.positions), self.active.after
         if gate is None:
-            return TransferSpec(src, dst, keys)
-        return TransferSpec(src, dst, keys, gate.commit)
+            return TransferSpec(self.src, dst, self._keys, after=after)
+        return TransferSpec(self.src, dst, self._keys, gate.commit, after)
+
+    def to_staging(self, dst: CpuSpec, gate: Gate) -> TransferSpec[Any, Any]:
+        """A hop of all blocks into host slots."""
+        return TransferSpec(self.src, dst, self._keys, gate.commit)
+
+    @property
+    def _keys(self) -> tuple[BlockKey, ...]:
+        return tuple(self.job.keys[p] for p in self.positions)
 
     def only(self, indices: Sequence[int], src: LoadStoreSpec) -> Group:
-        """Some of the blocks, which lie elsewhere by now."""
+        """Some of the blocks, which lie in `src`."""
         positions = tuple(self.positions[i] for i in indices)
         return Group(self.active, self.job, self.out, src, positions, self.deadline)
+
+    def left(self) -> Group | None:
+        """The blocks that did not come for no fault of theirs; None where there are none."""
+        statuses = self.out.statuses
+        left = [i for i, p in enumerate(self.positions) if statuses[p] in ABOUT_THE_WAY]
+        return self.only(left, self.src.take(left)) if left else None
 
     def fail(self, status: BlockStatus) -> None:
         """None of the blocks will come; CANCELLED where the job was given up."""
@@ -95,27 +113,25 @@ class Loader:
     async def _part(
         self, active: Active, job: LoadJob, part: Part, out: Outcome, deadline: float
     ) -> None:
+        group = Group(active, job, out, part.spec, part.positions, deadline)
         if active.given_up:
-            out.set_all(part.positions, BlockStatus.CANCELLED)
-            return
-        try:
-            chain = self.router.chain(endpoint_of(part.spec), GPU_ENDPOINT)
-        except TierError:
-            out.set_all(part.positions, BlockStatus.TIER_ERROR)
+            group.fail(BlockStatus.CANCELLED)
+        else:
+            await self._route(group, frozenset())
+
+    async def _route(self, group: Group, tried: Tried) -> None:
+        """Bring the blocks by the cheapest healthy chain that was not tried for them."""
+        chain = self.router.find(endpoint_of(group.src), GPU_ENDPOINT, tried)
+        if chain is None:
+            if not tried:
+                group.fail(BlockStatus.TIER_ERROR)
             return
         window = asyncio.Semaphore(self._window)
         tasks: list[asyncio.Task[None]] = []
-        for indices in groups_of(len(part.positions), self._group_size(chain)):
-            group = Group(
-                active,
-                job,
-                out,
-                part.spec.take(indices),
-                tuple(part.positions[i] for i in indices),
-                deadline,
-            )
+        for indices in groups_of(len(group.positions), self._group_size(chain)):
+            piece = group.only(indices, group.src.take(indices))
             await window.acquire()
-            task = self.loop.spawn(self._move(chain, group))
+            task = self.loop.spawn(self._piece(chain, piece, tried))
             task.add_done_callback(lambda _: window.release())
             tasks.append(task)
         await all_ended(tasks)
@@ -126,30 +142,37 @@ class Loader:
             size = max(1, self.staging.group(chain.hops[0].tier, size))
         return size
 
-    async def _move(self, chain: Chain, group: Group) -> None:
+    async def _piece(self, chain: Chain, piece: Group, tried: Tried) -> None:
+        """Bring one group, and what the chain leaves of it by another."""
+        tried |= {chain.hops}
+        other = self.router.find(endpoint_of(piece.src), GPU_ENDPOINT, tried) is not None
+        limit = self.limits.call_seconds(self.limits.load_deadline, other_chain=other)
+        await self._move(chain, piece, limit)
+        left = piece.left()
+        if left is None or piece.active.given_up or self.loop.loop.time() >= piece.deadline:
+            return
+        await self._route(left, tried)
+
+    async def _move(self, chain: Chain, group: Group, limit: float) -> None:
         hops = [self.live(hop) for hop in chain.hops]
         if len(hops) > 1:
-            await self._staged(hops[0], hops[1], group)
+            await self._staged(hops[0], hops[1], group, limit)
         elif hops[0].hop.src == CPU_ENDPOINT:
             await self._copy(hops[0], group)
         else:
-            await self._direct(hops[0], group)
+            await self._direct(hops[0], group, limit)
 
-    async def _staged(self, read: LiveHop, copy: LiveHop, group: Group) -> None:
+    async def _staged(self, read: LiveHop, copy: LiveHop, group: Group, limit: float) -> None:
         """Read into leased staging, then copy to the engine."""
-        if read.trouble is not None:
-            group.fail(BlockStatus.TIER_ERROR)
-            return
-        if not await read.permits.take(group.patience()):
-            group.fail(BlockStatus.TIMED_OUT)
+        if not await self._turn(read, group):
             return
         lease = await self._lease(read, group)
         if lease is None:
             read.permits.give()
             return
-        spec = group.spec(group.src, CpuSpec(lease.slots))
         gate = Gate(group.active)  # never committed: nothing is written to the engine yet
-        result = await self._bounded(read, spec, group, gate, lease)
+        spec = group.to_staging(CpuSpec(lease.slots), gate)
+        result = await self._bounded(read, spec, group, gate, limit, lease)
         if result is None:
             return
         group.out.set(group.positions, result.statuses)
@@ -160,50 +183,56 @@ class Loader:
             await self._copy(copy, group.only(whole, source))
         lease.give_back()
 
+    async def _turn(self, hop: LiveHop, group: Group) -> bool:
+        """Wait for a permit of a hop that reads from a tier; False where the group failed."""
+        if hop.trouble is not None:
+            group.fail(BlockStatus.TIER_ERROR)
+            return False
+        taken = await hop.permits.take(group.patience(hop))
+        if group.active.given_up or hop.trouble is not None:
+            if taken:
+                hop.permits.give()
+            group.fail(BlockStatus.TIER_ERROR)
+            return False
+        if not taken:
+            group.fail(BlockStatus.TIMED_OUT)
+        return taken
+
     async def _lease(self, read: LiveHop, group: Group) -> Lease | None:
         """Staging for a group; None where it failed."""
         tenant = read.hop.tier
         if not self.staging.group(tenant, 1):
             group.fail(BlockStatus.NO_SPACE)
             return None
-        lease = await self.staging.lease(tenant, len(group.positions), group.patience())
+        lease = await self.staging.lease(tenant, len(group.positions), group.patience(read))
+        if group.active.given_up or read.trouble is not None:
+            if lease is not None:
+                lease.give_back()
+            group.fail(BlockStatus.TIER_ERROR)
+            return None
         if lease is None:
             group.fail(BlockStatus.TIMED_OUT)
-        elif group.active.given_up or read.trouble is not None:
-            lease.give_back()
-            group.fail(BlockStatus.TIER_ERROR)
-            lease = None
         return lease
 
-    async def _direct(self, hop: LiveHop, group: Group) -> None:
+    async def _direct(self, hop: LiveHop, group: Group, limit: float) -> None:
         """A handler that brings blocks from a store to the engine by itself. It can be given up
         until it commits; after that it only copies, and is awaited."""
-        if hop.trouble is not None:
-            group.fail(BlockStatus.TIER_ERROR)
-            return
-        if not await hop.permits.take(group.patience()):
-            group.fail(BlockStatus.TIMED_OUT)
-            return
-        if group.active.given_up or hop.trouble is not None:
-            hop.permits.give()
-            group.fail(BlockStatus.TIER_ERROR)
+        if not await self._turn(hop, group):
             return
         gate = Gate(group.active)
-        spec = group.spec(group.src, gate=gate)
-        result = await self._bounded(hop, spec, group, gate, None)
+        result = await self._bounded(hop, group.to_engine(gate), group, gate, limit, None)
         if result is not None:
             group.out.add(group.positions, result)
 
     async def _copy(self, hop: LiveHop, group: Group) -> None:
         """The plain copy from host slots to the engine: once begun, it is awaited."""
-        if not await hop.permits.take(Patience(None, group.active.told)):
-            group.fail(BlockStatus.CANCELLED)
-            return
-        if group.active.given_up or hop.trouble is not None:
-            hop.permits.give()
+        taken = await hop.permits.take(Patience(None, group.active.told, hop.broken))
+        if not taken or group.active.given_up or hop.trouble is not None:
+            if taken:
+                hop.permits.give()
             group.fail(BlockStatus.TIER_ERROR)
             return
-        task = hop.begin(group.spec(group.src), None)
+        task = hop.begin(group.to_engine(), None)
         when_returned(task, hop.permits.give)
         result = await task
         group.out.add(group.positions, result)
@@ -214,14 +243,14 @@ class Loader:
         spec: TransferSpec[Any, Any],
         group: Group,
         gate: Gate,
+        limit: float,
         lease: Lease | None,
     ) -> HopResult | None:
-        """Run a call within the load deadline; None where it was given up.
+        """Run a call for at most `limit` seconds; None where it was given up.
 
         A call that was given up goes on: its permit and its staging stay out of use until it
         returns, and `drain` waits for it.
         """
-        limit = self.limits.load_deadline
         task = hop.begin(spec, limit)
         when_returned(task, hop.permits.give)
         patience = Patience(self.loop.loop.time() + limit, group.active.told)

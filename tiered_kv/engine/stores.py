@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts import BlockStore, HandlerContext, NewBlock, Place
 from tiered_kv.errors import NoSpace, TieredKVError, TierError
 from tiered_kv.registry import TransferRegistry
-from tiered_kv.specs import CpuSpec, HopResult, KeySpec, TransferSpec
+from tiered_kv.specs import CpuSpec, HopResult, KeySpec, LoadStoreSpec, TransferSpec
 from tiered_kv.values import BlockKey, BlockStatus
 
 __all__ = ["CpuToStoreHandler", "StoreToCpuHandler", "register_store_handlers"]
@@ -40,13 +40,35 @@ class _StoreHandler:
         self._memory = context.memory
         self._executor = context.executor
         self._tier = context.tier
+        self._closed = False
+
+    async def _run(
+        self, spec: TransferSpec[LoadStoreSpec, LoadStoreSpec], call: Callable[[], HopResult]
+    ) -> HopResult:
+        """Run `call` in the executor, unless there is nothing to move.
+
+        Raises:
+            TierError: the handler was closed.
+            ValueError: source, destination and keys are not equally long.
+        """
+        if not len(spec.keys) == len(spec.src) == len(spec.dst):
+            raise ValueError(
+                f"a hop of {len(spec.keys)} keys has {len(spec.src)} sources and {len(spec.dst)} "
+                "destinations"
+            )
+        if self._closed:
+            raise TierError(f"a handler of tier {self._tier!r} is closed", tier=self._tier)
+        if not spec.keys:
+            return HopResult((), 0)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def modes(self) -> Mapping[str, str]:
         """What is in effect, as the store tells it."""
         return self._store.stat().modes
 
     def close(self) -> None:
-        """Nothing to let go of: the store belongs to whoever opened it."""
+        """Take no more calls. The store belongs to whoever opened it."""
+        self._closed = True
 
 
 class CpuToStoreHandler(_StoreHandler):
@@ -62,8 +84,7 @@ class CpuToStoreHandler(_StoreHandler):
         OK is also the answer for a block that was published before; its bytes are not copied
         again. NO_SPACE holds for the whole call: room is given to all or none.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._put, spec)
+        return await self._run(spec, lambda: self._put(spec))
 
     def _put(self, spec: TransferSpec[CpuSpec, KeySpec]) -> HopResult:
         statuses = [BlockStatus.CANCELLED] * len(spec)
@@ -130,8 +151,7 @@ class StoreToCpuHandler(_StoreHandler):
 
     async def transfer(self, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
         """Read the blocks; see `TransferHandler.transfer`."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._get, spec)
+        return await self._run(spec, lambda: self._get(spec))
 
     def _get(self, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
         statuses = [BlockStatus.CANCELLED] * len(spec)

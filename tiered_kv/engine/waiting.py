@@ -1,5 +1,5 @@
 """Waiting that ends: permits and staging slots are granted first come, first served, and whoever
-waits can stop at its deadline or when its job is given up.
+waits can stop at its deadline, when its job is given up, or when what it waits for breaks.
 
 Everything here belongs to the event loop's thread; nothing is locked.
 """
@@ -28,6 +28,8 @@ class Patience:
     """Time of the event loop's clock, in seconds; None: until it comes."""
     given_up: asyncio.Future[None] | None = None
     """Done when the job is given up."""
+    broken: asyncio.Future[None] | None = None
+    """Done when the hop that is waited for is not to be used any more."""
 
     async def wait(self, what: asyncio.Future[T]) -> bool:
         """Whether `what` is done; False when patience ran out first. Never cancels it."""
@@ -37,8 +39,9 @@ class Patience:
         if self.deadline is not None:
             timeout = max(0.0, self.deadline - asyncio.get_running_loop().time())
         waiting: set[asyncio.Future[T] | asyncio.Future[None]] = {what}
-        if self.given_up is not None:
-            waiting.add(self.given_up)
+        for end in (self.given_up, self.broken):
+            if end is not None:
+                waiting.add(end)
         await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         return what.done()
 
@@ -135,8 +138,10 @@ class Lease:
 class Staging:
     """The pool's staging slots: loads before stores, in order of asking, a quota per tenant.
 
-    A tenant is a tier that is read from, or all stores together: a tenant whose I/O hangs loses
-    its quota only. Where there are two slots or more, some can never be held by stores.
+    A tenant is a tier that is read from, or all stores together. A tenant whose I/O hangs loses
+    its quota only, and those that wait for it hold up nobody else: each tier has a reserve, enough
+    for one group of its loads, that neither stores nor loads from other tiers take. (Where there
+    are no more slots than tiers, only stores leave something.)
     """
 
     STORES = ""
@@ -145,18 +150,21 @@ class Staging:
     def __init__(self, memory: HostBlockPool, tiers: int) -> None:
         """`tiers` is how many tiers are read from."""
         self._memory = memory
-        total = memory.staging_slots
+        self._tiers = tiers
+        self._total = total = memory.staging_slots
         self._load_quota = max(1, total // max(1, tiers)) if total else 0
-        self._store_quota = max(1, total // 2) if total else 0
+        self._reserve = _group_of(self._load_quota)
+        unreserved = total - tiers * self._reserve
+        self._store_quota = max(1, min(total // 2, unreserved)) if total else 0
         self._used: Counter[str] = Counter()
-        self._loads: _Turns[Lease] = _Turns()
+        self._loads: dict[str, _Turns[Lease]] = {}
+        """By tier; the one that was served last comes last."""
         self._stores: _Turns[Lease] = _Turns()
 
     def group(self, tenant: str, blocks: int) -> int:
         """How many blocks a group of at most `blocks` may have, so that two groups fit into the
         tenant's quota and can overlap. 0 where there is no staging at all."""
-        quota = self._quota(tenant)
-        return min(blocks, max(1, quota // 2)) if quota else 0
+        return min(blocks, _group_of(self._quota(tenant)))
 
     async def lease(self, tenant: str, count: int, patience: Patience) -> Lease | None:
         """Wait for `count` slots; None when patience ran out.
@@ -169,13 +177,18 @@ class Staging:
             raise ValueError(f"{count} staging slots are beyond the quota of {quota}")
 
         def grant() -> Lease | None:
-            slots = self._memory.lease(count)
+            slots = self._memory.lease(count, leave=min(self._owed(tenant), self._total - count))
             if slots is None:
                 return None
             self._used[tenant] += count
+            if tenant in self._loads:
+                self._loads[tenant] = self._loads.pop(tenant)
             return Lease(self, tenant, slots)
 
-        turns = self._stores if tenant == self.STORES else self._loads
+        if tenant == self.STORES:
+            turns = self._stores
+        else:
+            turns = self._loads.setdefault(tenant, _Turns())
         waiter = turns.join(grant, lambda: self._used[tenant] + count > quota)
         self._serve()
         lease = await turns.wait(waiter, patience)
@@ -189,9 +202,27 @@ class Staging:
         self._memory.give_back(slots)
         self._serve()
 
+    def _owed(self, tenant: str) -> int:
+        """Slots that must stay free for others: what is left of the other tiers' reserves."""
+        is_load = tenant != self.STORES
+        if is_load and self._total <= self._tiers:
+            return 0
+        held = sum(
+            min(used, self._reserve)
+            for other, used in self._used.items()
+            if other not in (tenant, self.STORES)
+        )
+        return max(0, (self._tiers - is_load) * self._reserve - held)
+
     def _quota(self, tenant: str) -> int:
         return self._store_quota if tenant == self.STORES else self._load_quota
 
     def _serve(self) -> None:
-        if self._loads.serve():
+        served = [self._loads[tier].serve() for tier in tuple(self._loads)]
+        if all(served):
             self._stores.serve()
+
+
+def _group_of(quota: int) -> int:
+    """Slots of a group, so that two of them can overlap."""
+    return max(1, quota // 2) if quota else 0

@@ -10,7 +10,6 @@ from tiered_kv.index.directory import bytes_beside_data, data_bytes
 from tiered_kv.index.environment import (
     BufferTransaction,
     Database,
-    Durability,
     Environment,
     Transaction,
 )
@@ -18,6 +17,7 @@ from tiered_kv.index.mirror import Mirror
 from tiered_kv.index.owners import Owner
 from tiered_kv.index.records import Row
 from tiered_kv.index.translation import OutOfPages
+from tiered_kv.index.writemap import Durability, WriteMap
 
 __all__ = [
     "BlockIndex",
@@ -32,6 +32,7 @@ __all__ = [
     "Row",
     "SlotClass",
     "Transaction",
+    "WriteMap",
     "bytes_beside_data",
     "data_bytes",
 ]

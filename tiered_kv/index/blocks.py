@@ -7,11 +7,9 @@ Databases of the environment (numbers are big-endian, so that they sort):
 | `rows` | full key, rank (2 bytes) | `Row` |
 | `blocks` | full key | `BlockRecord`: class, tick, how many ranks' rows there are |
 | `order` | class (4), tick (8), full key | nothing |
-| `log` | sequence number (8) | 1 added or 0 removed, full key |
+| `log` | number of the last key (8) | 1 added or 0 removed; length (2) and full key of each |
 | `classes` | number (4); or namespace id, group (4), slot bytes (8) | `ClassRecord`; number |
 | `meta` | names | counters; a JSON object per namespace, for people |
-
-A block is logged as added when its last rank's row comes, and as removed when its first row goes.
 """
 
 from __future__ import annotations
@@ -19,12 +17,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NewType
 
 from tiered_kv.contracts import ChangeBatch
 from tiered_kv.index.environment import BufferTransaction, Environment, Transaction
+from tiered_kv.index.log import ChangeLog, Counters, number_bytes
 from tiered_kv.index.records import BlockRecord, ClassRecord, Row
 from tiered_kv.values import BlockKey, Namespace
 
@@ -81,12 +81,12 @@ class BlockIndex:
         self._prefix = namespace.id
         self._rank = rank.to_bytes(_RANK_BYTES, "big")
         self._world_size = world_size
-        self._log_entries = log_entries
         self._meta = environment.database("meta")
         self._rows = environment.database("rows")
         self._blocks = environment.database("blocks")
         self._order = environment.database("order")
-        self._log = environment.database("log")
+        self._counters = Counters(environment)
+        self._log = ChangeLog(environment, self._counters, log_entries)
         self._classes = environment.database("classes")
         self._pending = threading.Lock()
         self._touched: dict[FullKey, None] = {}
@@ -96,18 +96,16 @@ class BlockIndex:
             self._introduce()
 
     def _introduce(self) -> None:
-        """Note the namespace, and where the log begins: at a time, so that a cursor from before
-        the environment was emptied is told from one of now."""
+        """Note the namespace, and where the log begins."""
         name = b"namespace:" + self._prefix.hex().encode()
         with self._environment.read() as txn:
-            known = txn.get(name, db=self._meta) and txn.get(b"log", db=self._meta)
+            known = txn.get(name, db=self._meta) and self._log.begun(txn)
         if not known:
             fields = dict(self._namespace.fingerprint.fields)
             record = {"fields": fields, "epoch": self._namespace.epoch.hex()}
             with self._environment.write() as txn:
                 txn.put(name, json.dumps(record).encode(), db=self._meta)
-                if txn.get(b"log", db=self._meta) is None:
-                    self._set_counter(txn, b"log", time.time_ns())
+                self._log.begin(txn)
 
     def full_keys(self, keys: Iterable[BlockKey]) -> list[FullKey]:
         """Keys of this namespace, as the calls across namespaces take them.
@@ -188,29 +186,12 @@ class BlockIndex:
     def count(self) -> int:
         """Whole blocks of this namespace."""
         with self._environment.read() as txn:
-            return self._counter(txn, b"whole:" + self._prefix)
+            return self._log.visible(txn, self._prefix)
 
     def changes(self, cursor: int | None) -> ChangeBatch:
         """See `BlockStore.changes`."""
         with self._environment.read() as txn:
-            last = self._counter(txn, b"log")
-            if cursor is None or cursor == last:
-                return ChangeBatch(last, ())
-            with txn.cursor(self._log) as entries:
-                first = int.from_bytes(entries.key(), "big") if entries.first() else last + 1
-                if not first - 1 <= cursor < last:
-                    return ChangeBatch(last, (), restart=True)
-                entries.set_range(_number(cursor + 1))
-                found = [value for _, value in entries.iternext()]
-        mine = 1 + _NAMESPACE_BYTES
-        return ChangeBatch(
-            last,
-            tuple(
-                (BlockKey(entry[mine:]), entry[0] == 1)
-                for entry in found
-                if entry[1:mine] == self._prefix
-            ),
-        )
+            return self._log.since(txn, cursor, self._prefix)
 
     # ---------------------------------------------------------------------------------- change
 
@@ -221,73 +202,107 @@ class BlockIndex:
         before, and those of blocks that are dropped because a row of theirs was damaged.
         """
         freed = self._settle(txn)
-        full = self.full_keys(key for key, _ in blocks)
-        tick = self._advance(txn, b"tick", len(blocks)) + len(blocks)
-        for key, (_, row) in zip(full, blocks, strict=True):
-            tick -= 1
-            if self._row(txn, key, self._rank) is not None:
+        rank = self._rank
+        given: dict[FullKey, tuple[bytes, Row]] = {}
+        for key, (_, row) in zip(self.full_keys(k for k, _ in blocks), blocks, strict=True):
+            if key in given:
                 freed.append(row)
-                continue
-            self._damaged.discard(key)
-            name = key + self._rank
-            txn.put(name, row.pack(name), db=self._rows)
-            self._count_in(txn, key, row.slot_class, tick)
-        self._trim_log(txn)
+            else:
+                given[key] = (row.pack(key + rank), row)
+        with txn.cursor(self._rows) as cursor:
+            items = [(key + rank, given[key][0]) for key in sorted(given)]
+            _, added = cursor.putmulti(items, overwrite=False)
+        if added < len(items):
+            freed += self._give_in(txn, given)
+        with self._pending:
+            self._damaged.difference_update(given)
+        self._count_in(txn, {key: row.slot_class for key, (_, row) in given.items()})
+        self._log.trim(txn)
         return freed
 
-    def _count_in(self, txn: Transaction, key: FullKey, slot_class: int, tick: int) -> None:
-        """One more row of the block is there."""
-        before = self._record(txn, key)
-        if before is not None:
-            record = replace(before, tick=tick, present=before.present + 1)
-            txn.delete(_ordered(key, before), db=self._order)
-        else:
-            ranks = [rank.to_bytes(_RANK_BYTES, "big") for rank in range(self._world_size)]
-            present = sum(self._row(txn, key, rank) is not None for rank in ranks)
-            record = BlockRecord(slot_class, tick, self._world_size, present)
-            self._add_to_class(txn, slot_class, 1)
-        self._write_record(txn, key, record)
-        if record.whole:
-            self._note(txn, key, added=True)
+    def _give_in(self, txn: Transaction, given: dict[FullKey, tuple[bytes, Row]]) -> list[Row]:
+        """Take out of `given` what lost to a row that was there before; the rows to be freed."""
+        freed: list[Row] = []
+        for key, (packed, row) in list(given.items()):
+            name = key + self._rank
+            there = txn.get(name, b"", db=self._rows)
+            if there == packed:
+                continue
+            if Row.unpack(name, there) is not None:
+                freed.append(row)
+                del given[key]
+            else:
+                freed += self._remove(txn, [key])
+                txn.put(name, packed, db=self._rows)
+        return freed
+
+    def _count_in(self, txn: Transaction, new: Mapping[FullKey, int]) -> None:
+        """One more row of each of these blocks is there; by block, its slot class."""
+        tick = self._counters.advance(txn, b"tick", len(new)) + len(new)
+        others = [
+            rank.to_bytes(_RANK_BYTES, "big")
+            for rank in range(self._world_size)
+            if rank != int.from_bytes(self._rank, "big")
+        ]
+        records: list[tuple[FullKey, BlockRecord]] = []
+        in_class: Counter[int] = Counter()
+        for key, slot_class in new.items():
+            tick -= 1
+            before = self._record(txn, key)
+            if before is not None:
+                txn.delete(_ordered(key, before), db=self._order)
+                present = before.present + 1
+                record = BlockRecord(before.slot_class, tick, before.world_size, present)
+            else:
+                present = 1 + sum(self._row(txn, key, rank) is not None for rank in others)
+                record = BlockRecord(slot_class, tick, self._world_size, present)
+                in_class[slot_class] += 1
+            records.append((key, record))
+        self._write_records(txn, records)
+        self._add_to_classes(txn, in_class)
+        self._log.note(txn, [key for key, record in records if record.whole], added=True)
 
     def remove(self, txn: Transaction, blocks: Iterable[FullKey]) -> list[Row]:
         """Remove all ranks' rows of these blocks; returns them: their room is to be freed.
         Blocks that are not there are ignored."""
         freed = self._settle(txn)
-        for key in blocks:
-            freed += self._remove(txn, key)
-        self._trim_log(txn)
+        freed += self._remove(txn, blocks)
+        self._log.trim(txn)
         return freed
 
-    def _remove(self, txn: Transaction, key: FullKey) -> list[Row]:
-        record = self._record(txn, key)
+    def _remove(self, txn: Transaction, blocks: Iterable[FullKey]) -> list[Row]:
         rows: list[Row] = []
-        for rank in range(self._world_size if record is None else record.world_size):
-            name = key + rank.to_bytes(_RANK_BYTES, "big")
-            data = txn.pop(name, db=self._rows)
-            row = None if data is None else Row.unpack(name, data)
-            if row is not None:
-                rows.append(row)
-        txn.delete(key, db=self._blocks)
-        if record is not None:
-            txn.delete(_ordered(key, record), db=self._order)
-            self._add_to_class(txn, record.slot_class, -1)
-            if record.whole:
-                self._note(txn, key, added=False)
+        whole: list[FullKey] = []
+        in_class: Counter[int] = Counter()
+        for key in dict.fromkeys(blocks):
+            record = self._record(txn, key)
+            for rank in range(self._world_size if record is None else record.world_size):
+                name = key + rank.to_bytes(_RANK_BYTES, "big")
+                data = txn.pop(name, db=self._rows)
+                row = None if data is None else Row.unpack(name, data)
+                if row is not None:
+                    rows.append(row)
+            txn.delete(key, db=self._blocks)
+            if record is not None:
+                txn.delete(_ordered(key, record), db=self._order)
+                in_class[record.slot_class] -= 1
+                if record.whole:
+                    whole.append(key)
+        self._add_to_classes(txn, in_class)
+        self._log.note(txn, whole, added=False)
         return rows
 
     def clear(self, txn: Transaction) -> None:
         """Forget all blocks of all namespaces, where their data was lost. Whoever follows the
         change log is asked to start again."""
-        for database in (self._rows, self._blocks, self._order, self._log):
+        for database in (self._rows, self._blocks, self._order):
             txn.drop(database, delete=False)
-        for one in self.classes(txn):
-            self._add_to_class(txn, one.number, -one.blocks)
+        self._add_to_classes(txn, {one.number: -one.blocks for one in self.classes(txn)})
         with txn.cursor(self._meta) as cursor:
             counters = [name for name in cursor.iternext(values=False) if name[:6] == b"whole:"]
         for name in counters:
             txn.delete(name, db=self._meta)
-        self._set_counter(txn, b"log", max(time.time_ns(), self._counter(txn, b"log") + 2))
+        self._log.restart(txn)
 
     def _settle(self, txn: Transaction) -> list[Row]:
         """Before a change: write what `touch` batched, drop what was found damaged."""
@@ -296,7 +311,7 @@ class BlockIndex:
             damaged, self._damaged = self._damaged, set()
             self._flushed = time.monotonic()
         self._write_touched(txn, touched)
-        return [row for key in damaged for row in self._remove(txn, key)]
+        return self._remove(txn, damaged)
 
     def oldest(self, txn: Transaction, slot_class: int, count: int) -> list[FullKey]:
         """At most `count` blocks of a class, least recently used first (write transaction)."""
@@ -347,24 +362,27 @@ class BlockIndex:
                 self._write_touched(txn, touched)
 
     def _write_touched(self, txn: Transaction, touched: dict[FullKey, None]) -> None:
-        tick = self._advance(txn, b"tick", len(touched))
+        tick = self._counters.advance(txn, b"tick", len(touched)) - 1
+        records: list[tuple[FullKey, BlockRecord]] = []
         for key in touched:
-            record = self._record(txn, key)
-            if record is not None:
-                txn.delete(_ordered(key, record), db=self._order)
-                self._write_record(txn, key, replace(record, tick=tick))
             tick += 1
+            before = self._record(txn, key)
+            if before is not None:
+                txn.delete(_ordered(key, before), db=self._order)
+                record = BlockRecord(before.slot_class, tick, before.world_size, before.present)
+                records.append((key, record))
+        self._write_records(txn, records)
 
     # --------------------------------------------------------------------- classes and counters
 
     def slot_class(self, txn: Transaction, group: int, slot_bytes: int) -> int:
         """Stable number (from 1) of (this namespace, group, slot bytes); made when new, which
         needs a write transaction. 0 is free for stores that have no classes."""
-        name = self._prefix + group.to_bytes(_CLASS_BYTES, "big") + _number(slot_bytes)
+        name = self._prefix + group.to_bytes(_CLASS_BYTES, "big") + number_bytes(slot_bytes)
         known = txn.get(name, db=self._classes)
         if known is not None:
             return int.from_bytes(known, "big")
-        number = self._advance(txn, b"class", 1) + 1
+        number = self._counters.advance(txn, b"class", 1) + 1
         packed = number.to_bytes(_CLASS_BYTES, "big")
         txn.put(name, packed, db=self._classes)
         record = ClassRecord(self._prefix, group, slot_bytes, 0)
@@ -397,37 +415,29 @@ class BlockIndex:
 
     def next_generation(self, txn: Transaction, count: int) -> int:
         """First of `count` fresh generations (never given out before in this environment)."""
-        return self._advance(txn, b"generation", count) + 1
+        return self._counters.advance(txn, b"generation", count) + 1
 
-    def _add_to_class(self, txn: Transaction, slot_class: int, difference: int) -> None:
-        name = slot_class.to_bytes(_CLASS_BYTES, "big")
-        data = txn.get(name, db=self._classes)
-        if data is not None:
-            record = ClassRecord.unpack(data)
-            changed = replace(record, blocks=max(0, record.blocks + difference))
-            txn.put(name, changed.pack(), db=self._classes)
-
-    def _counter(self, txn: Transaction, name: bytes) -> int:
-        return int.from_bytes(txn.get(name, b"", db=self._meta), "big")
-
-    def _set_counter(self, txn: Transaction, name: bytes, value: int) -> None:
-        txn.put(name, _number(value), db=self._meta)
-
-    def _advance(self, txn: Transaction, name: bytes, count: int) -> int:
-        """Add to a counter; its value before."""
-        before = self._counter(txn, name)
-        if count:
-            self._set_counter(txn, name, before + count)
-        return before
+    def _add_to_classes(self, txn: Transaction, differences: Mapping[int, int]) -> None:
+        for slot_class, difference in differences.items():
+            name = slot_class.to_bytes(_CLASS_BYTES, "big")
+            data = txn.get(name, db=self._classes)
+            if data is not None:
+                record = ClassRecord.unpack(data)
+                changed = replace(record, blocks=max(0, record.blocks + difference))
+                txn.put(name, changed.pack(), db=self._classes)
 
     # ---------------------------------------------------------------------------------- records
 
     def _record(self, txn: Transaction, key: FullKey) -> BlockRecord | None:
         return BlockRecord.unpack(key, txn.get(key, db=self._blocks))
 
-    def _write_record(self, txn: Transaction, key: FullKey, record: BlockRecord) -> None:
-        txn.put(key, record.pack(key), db=self._blocks)
-        txn.put(_ordered(key, record), b"", db=self._order)
+    def _write_records(
+        self, txn: Transaction, records: Sequence[tuple[FullKey, BlockRecord]]
+    ) -> None:
+        with txn.cursor(self._blocks) as cursor:
+            cursor.putmulti(sorted((key, record.pack(key)) for key, record in records))
+        with txn.cursor(self._order) as cursor:
+            cursor.putmulti(sorted((_ordered(key, record), b"") for key, record in records))
 
     def _row(self, txn: Transaction | BufferTransaction, key: FullKey, rank: bytes) -> Row | None:
         name = key + rank
@@ -443,26 +453,6 @@ class BlockIndex:
         if len(self._damaged) < _MOST_DAMAGED:
             self._damaged.add(key)
 
-    def _note(self, txn: Transaction, key: FullKey, *, added: bool) -> None:
-        """Write to the change log and count."""
-        number = self._advance(txn, b"log", 1) + 1
-        txn.put(_number(number), bytes([added]) + key, db=self._log)
-        counter = b"whole:" + key[:_NAMESPACE_BYTES]
-        whole = self._counter(txn, counter) + (1 if added else -1)
-        self._set_counter(txn, counter, max(0, whole))
-
-    def _trim_log(self, txn: Transaction) -> None:
-        last = self._counter(txn, b"log")
-        with txn.cursor(self._log) as cursor:
-            while cursor.first():
-                if int.from_bytes(cursor.key(), "big") > last - self._log_entries:
-                    break
-                cursor.delete()
-
-
-def _number(value: int) -> bytes:
-    return value.to_bytes(_NUMBER_BYTES, "big")
-
 
 def _ordered(key: FullKey, record: BlockRecord) -> bytes:
-    return record.slot_class.to_bytes(_CLASS_BYTES, "big") + _number(record.tick) + key
+    return record.slot_class.to_bytes(_CLASS_BYTES, "big") + number_bytes(record.tick) + key

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import lmdb
 from lmdb import verify
 
 from tiered_kv.errors import FormatError, IdentityError, TierError, UnsupportedError
@@ -33,6 +34,7 @@ __all__ = [
     "data_bytes",
     "directory_lock",
     "find_damage",
+    "fit_data",
     "make_private",
     "read_marker",
     "refuse_network_file_system",
@@ -188,6 +190,11 @@ def read_marker(path: Path, kind: str) -> Marker | None:
                 f"{path} was written in format {version}; this version of tiered-kv reads up to "
                 f"{FORMAT_VERSION}: update tiered-kv, or give the tier an empty directory"
             )
+        if isinstance(version, int) and version < FORMAT_VERSION:
+            raise FormatError(
+                f"{path} was written in format {version}; this version of tiered-kv reads format "
+                f"{FORMAT_VERSION} only: empty the directory, whose blocks are then stored anew"
+            )
         marker = Marker(**{name: fields[name] for name in Marker.__dataclass_fields__})
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(file, str(error)) from error
@@ -246,6 +253,25 @@ def remove_data(path: Path) -> None:
     """Remove `data.mdb`, and `lock.mdb`, whose reader table belongs to it."""
     for name in (DATA, LOCK):
         (path / name).unlink(missing_ok=True)
+
+
+def fit_data(path: Path, most_bytes: int) -> bool:
+    """Whether what `data.mdb` holds fits into so many bytes; a file that is longer than what it
+    holds, since its room was taken ahead, is cut. Nobody may have it open; it was checked.
+
+    Raises:
+        OSError: it cannot be used.
+        lmdb.Error: LMDB cannot open it.
+    """
+    data = path / DATA
+    if data.stat().st_size <= most_bytes:
+        return True
+    with lmdb.Environment(str(data), subdir=False, readonly=True, lock=False, lib_version=0) as env:
+        held = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if held > most_bytes:
+        return False
+    os.truncate(data, most_bytes)
+    return True
 
 
 def set_aside(path: Path, keep_bytes: int) -> Path | None:

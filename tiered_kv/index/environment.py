@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import lmdb
 
@@ -25,11 +25,10 @@ from tiered_kv.index.directory import DATA
 from tiered_kv.index.gate import Gate
 from tiered_kv.index.translation import translated
 from tiered_kv.index.vetting import mark_clean, vet_for_reading, vet_for_writing
+from tiered_kv.index.writemap import Durability, WriteMap, open_lmdb
 from tiered_kv.values import FORMAT_VERSION
 
 __all__ = ["BufferTransaction", "Database", "Durability", "Environment", "Transaction"]
-
-Durability = Literal["none", "batch", "full"]
 
 if TYPE_CHECKING:
     Transaction: TypeAlias = lmdb.Transaction[bytes]
@@ -40,8 +39,6 @@ else:
     BufferTransaction = lmdb.Transaction
     Database = object
 
-_MAX_READERS = 510
-_MAX_DATABASES = 24
 _OPEN_SECONDS = 120.0
 """Longest wait for another process that opens the same directory: it may be checking it."""
 _CLOSE_SECONDS = 10.0
@@ -86,6 +83,7 @@ class Environment:
         force: bool = False,
         own_budget: Collection[str] = (),
         on_empty: Callable[[], None] | None = None,
+        writemap: WriteMap | None = None,
     ) -> Environment:
         """Open the environment in directory `path`, or share the one this process has open.
 
@@ -104,6 +102,7 @@ class Environment:
             on_empty: called while no other process can have the directory open, whenever the
                 environment starts empty (new, damaged, not trusted after a crash of the machine):
                 the store drops its data there. A crash in it leads to its being called again.
+            writemap: write into the map where that is safe; `modes` says whether it is in effect.
 
         Raises:
             IdentityError: the directory belongs to something else.
@@ -127,7 +126,7 @@ class Environment:
                     directory.refuse_network_file_system(path)
                 with directory.directory_lock(path, tier, _OPEN_SECONDS):
                     opened = cls(path, key, kind, tier, writable, durability)
-                    opened._start(max_bytes, own_budget, on_empty)
+                    opened._start(max_bytes, own_budget, on_empty, writemap)
                 cls._open[key] = opened
                 return opened
         except (lmdb.Error, OSError) as error:
@@ -153,7 +152,7 @@ class Environment:
         self.tier = tier
         self.writable = writable
         self._kind = kind
-        self._durability = durability
+        self._durability: Durability = durability
         self._pid = os.getpid()
         self._uses = 1
         self._key = key
@@ -164,6 +163,7 @@ class Environment:
         self._writing = threading.Lock()
         self._writer = 0
         self._cleared = 0.0
+        self._writemap = "off"
 
     @classmethod
     def _disown(cls, key: tuple[int, int]) -> None:
@@ -190,7 +190,11 @@ class Environment:
     # ------------------------------------------------------------------------------------ open
 
     def _start(
-        self, max_bytes: int, own_budget: Collection[str], on_empty: Callable[[], None] | None
+        self,
+        max_bytes: int,
+        own_budget: Collection[str],
+        on_empty: Callable[[], None] | None,
+        writemap: WriteMap | None,
     ) -> None:
         """Vet and open. The directory's lock is held."""
         if self.writable:
@@ -213,19 +217,13 @@ class Environment:
             vetted.locks,
         )
         try:
-            self._lmdb = lmdb.Environment(
-                str(self.path),
-                map_size=self.map_bytes,
-                readonly=not self.writable,
-                create=self.writable,
-                mode=0o600,
-                sync=self._durability != "none",
-                metasync=self._durability == "full",
-                max_readers=_MAX_READERS,
-                max_dbs=_MAX_DATABASES,
-                max_spare_txns=8,
-                lock=self._locks,
-                lib_version=0,
+            self._lmdb, self._writemap = open_lmdb(
+                self.path,
+                writable=self.writable,
+                durability=self._durability,
+                map_bytes=self.map_bytes,
+                locks=self._locks,
+                writemap=writemap,
             )
             try:
                 self._greet()
@@ -433,7 +431,7 @@ class Environment:
         return {
             "lmdb": ".".join(str(part) for part in self._lmdb.lib_version()),
             "durability": self._durability,
-            "writemap": "off",
+            "writemap": self._writemap,
             "access": "read_write" if self.writable else "read",
             "reader_locks": "on" if self._locks else "off",
         }

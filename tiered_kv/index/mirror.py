@@ -82,7 +82,8 @@ class Mirror:
         self._tell(keys, True)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """These turned out to be missing or corrupt."""
+        """These turned out to be missing or corrupt: not stored, until the thread has asked the
+        store, which may hold them again by then."""
         self._tell(keys, False)
 
     def _tell(self, keys: Iterable[BlockKey], stored: bool) -> None:
@@ -160,7 +161,7 @@ class Mirror:
         while not self._stop.is_set():
             self._wake.wait(self._poll_seconds)
             self._wake.clear()
-            self._take_what_was_told()
+            self._take_what_was_told(store)
             batch = store.changes(cursor)
             cursor = self._fill(store) if batch.restart else batch.cursor
             if batch.changes:
@@ -202,10 +203,14 @@ class Mirror:
             if len(self._absent) < _MOST_ASKED:
                 self._absent.update(set(asked) - set(stored))
 
-    def _take_what_was_told(self) -> None:
+    def _take_what_was_told(self, store: BlockStore) -> None:
         with self._lock:
             told = dict(self._told)
-        self._keys.discard([key for key, stored in told.items() if not stored])
+        # They may have been stored anew before this was told, and the change log tells it once.
+        forgotten = [key for key, stored in told.items() if not stored]
+        there = store.contains(forgotten) if forgotten else []
+        gone = [key for key, held in zip(forgotten, there, strict=True) if not held]
+        self._keys.discard(gone)
         self._keys.add([key for key, stored in told.items() if stored])
         with self._lock:
             for key, stored in told.items():

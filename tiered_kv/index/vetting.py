@@ -65,7 +65,7 @@ def vet_for_writing(
             directory.write_marker(path, ours)  # from here on the directory is ours
         empty = alone and _emptied(path, marker, tier, max_bytes)
         map_bytes = _map_bytes(path, tier, max_bytes, own_budget)
-        if alone and not empty and (path / DATA).stat().st_size > map_bytes:
+        if alone and not empty and not directory.fit_data(path, map_bytes):
             _warn(tier, path, f"it is larger than the budget allows now ({map_bytes} bytes)")
             directory.remove_data(path)
             empty = True

@@ -14,6 +14,7 @@ from typing import Self
 import torch
 
 from tiered_kv.errors import UnsupportedError
+from tiered_kv.memory.device import device_of
 
 __all__ = ["CacheRef", "KVCaches"]
 
@@ -121,6 +122,17 @@ class KVCaches:
     def device(self) -> torch.device:
         """Where all tensors are."""
         return self.tensors[0].device
+
+    def fence(self) -> object | None:
+        """What `TransferSpec.after` carries: the point behind all that the calling thread has
+        given its current stream of the device so far. None where the caches are in host memory:
+        there is nothing to wait for.
+
+        Raises:
+            UnsupportedError: the caches are on a device that is not supported.
+        """
+        device = device_of(self.device)
+        return None if device is None else device.fence()
 
     def block_bytes(self, group: int, chunk: int) -> int:
         """Bytes of one block of `chunk` engine blocks of `groups[group]`."""

@@ -3,35 +3,44 @@
 Slots `0 .. tier_slots - 1` are the host tier: the manager numbers them and hands them out, the
 pool only checks generations. The slots behind them are staging: they are leased and given back
 inside this process, and a slot that is not given back (its I/O hangs) simply stays out of use.
+
+All slots can be used from the beginning, also those whose pages growth has not reached: a page then
+comes when it is first touched, and a copy to or from the device is pageable. So the manager needs
+not know how far growth is, and hands out the lowest numbers first, which growth reaches first.
 """
 
 from __future__ import annotations
 
 import heapq
-import mmap
 import threading
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from tiered_kv.checksum import BlockChecksum
+from tiered_kv.config import MIB, host_memory, readable_bytes
 from tiered_kv.errors import ConfigError
+from tiered_kv.memory.pages import Chunk, HostPages, PageState
 from tiered_kv.specs import SlotRef
 from tiered_kv.values import PAGE_BYTES
 
 __all__ = ["HostBlockPool"]
 
-_THP_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+START_BYTES = 256 * MIB
+"""Ready when the pool is made: all of staging, if it is not more, and the first host slots."""
+
+CHUNK_BYTES = 256 * MIB
+"""Registered with the device's driver as one; in whole slots."""
 
 
 class HostBlockPool:
     """One private anonymous mapping with a generation and a checksum per slot.
 
     Implements `tiered_kv.contracts.HostMemory`. Nothing is visible outside the process and nothing
-    is left behind when it is killed. Pages are touched, and so become resident, when a slot is
-    first written.
+    is left behind when it is killed. The first 256 MiB are resident, and registered with the
+    device's driver where there is one, when the pool is made; `grow` takes the rest, in the
+    background and in chunks of whole slots, so that no slot lies in two.
 
     Each generation of a slot is bound at most once: rewriting a slot needs a younger generation,
     so that a reader who finds the same generation bound before and after has read one content.
@@ -39,14 +48,31 @@ class HostBlockPool:
     Thread-safe; the lock is held for table look-ups only, never while bytes move.
     """
 
-    def __init__(self, tier_slots: int, staging_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self,
+        tier_slots: int,
+        staging_slots: int,
+        slot_bytes: int,
+        *,
+        register: Callable[[int, int], None] | None = None,
+        unregister: Callable[[int], None] | None = None,
+    ) -> None:
         """Map `(tier_slots + staging_slots) * slot_bytes` bytes; `slot_bytes` is a multiple of
-        4,096.
+        4,096. Takes as long as 256 MiB need to become resident (tenths of a second).
+
+        Args:
+            tier_slots: slots of the host tier.
+            staging_slots: slots that are leased.
+            slot_bytes: bytes of each.
+            register: pins memory (address, bytes) for the device, and raises where that is refused:
+                the pool is pageable then. Called once per chunk. None without such a device.
+            unregister: undoes it, given the address; called by `close`.
 
         Raises:
             ValueError: a number is negative, there is no slot, or `slot_bytes` is not a multiple
                 of the page size.
-            ConfigError: the kernel refuses to map that much.
+            ConfigError: the machine or a control group has less memory left, or the kernel refuses
+                to map that much.
         """
         if tier_slots < 0 or staging_slots < 0 or tier_slots + staging_slots == 0:
             raise ValueError(
@@ -59,9 +85,17 @@ class HostBlockPool:
         self.staging_slots = staging_slots
         self._slot_bytes = slot_bytes
         slots = tier_slots + staging_slots
-        self._map = _map_private(slots * slot_bytes)
-        self._huge_pages = _ask_for_huge_pages(self._map)
-        self._whole = memoryview(self._map)
+        _require_memory(tier_slots, staging_slots, slot_bytes)
+        chunks = tuple(_chunks(tier_slots, staging_slots, slot_bytes))
+        at_once = 0
+        ready = 0
+        while at_once < len(chunks) and ready + chunks[at_once].nbytes <= START_BYTES:
+            ready += chunks[at_once].nbytes
+            at_once += 1
+        self._pages = HostPages(
+            slots * slot_bytes, chunks, at_once, register=register, unregister=unregister
+        )
+        self._whole = self._pages.view
         self._views: list[memoryview | None] = [None] * slots
         self._arrays: list[npt.NDArray[np.uint8] | None] = [None] * slots
         self._lock = threading.Lock()
@@ -227,16 +261,57 @@ class HostBlockPool:
                 self._arrays[number] = array
             return array
 
+    # ------------------------------------------------------------------------------- the pages
+
+    def grow(self, done: Callable[[PageState], None] | None = None) -> None:
+        """Make the rest resident and registered on a daemon thread, and tell `done` there what
+        came of it. `done` is not called where `close` comes first. A second call does nothing."""
+        self._pages.grow(done)
+
+    def wait_grown(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until growth is over; whether it is."""
+        return self._pages.wait_grown(timeout)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of the pool is registered with the device's driver, now."""
+        return self._pages.pinned
+
+    def pinned_slot(self, number: int) -> bool:
+        """Whether copies between the device and this slot need no detour through the driver's own
+        buffers.
+
+        Raises:
+            ValueError: the pool has no slot of that number.
+        """
+        return self._pages.pinned_at(self._check(SlotRef(number, 0)) * self._slot_bytes)
+
+    def chunk_of(self, number: int) -> int:
+        """Which chunk a slot lies in. A driver refuses one copy over memory that it was told of in
+        two parts, so a copy of neighbouring slots ends where their chunk does.
+
+        Raises:
+            ValueError: the pool has no slot of that number.
+        """
+        return self._pages.chunk_at(self._check(SlotRef(number, 0)) * self._slot_bytes)
+
+    def state(self) -> PageState:
+        """How much of the pool is resident, in huge pages, and pinned, and why not more."""
+        return self._pages.state()
+
     def modes(self) -> Mapping[str, str]:
-        """What is in effect: `{"memory": "pageable", "pages": "huge" | "base"}`."""
-        return {"memory": "pageable", "pages": "huge" if self._huge_pages else "base"}
+        """What is in effect, in words: keys "memory" (pinned or pageable), "pages" (huge or base)
+        and "prefault", with amounts and reasons."""
+        return self._pages.state().modes()
 
     def close(self) -> bool:
-        """Forget all slots; unmap unless somebody still holds a view. Idempotent, never raises.
+        """Forget all slots, end growth, unregister, and unmap unless somebody still holds a view.
+        No device copies to or from the pool any more. Waits at most a second for growth.
+        Idempotent, never raises.
 
         Returns:
-            True when the memory is unmapped. False when a view is exported (an I/O may still
-            run): the memory then goes with its last view.
+            True when the memory is unmapped. False when a view is exported (an I/O may still run:
+            the memory then goes with its last view), or growth hangs in the kernel or the driver.
         """
         with self._lock:
             self._closed = True
@@ -244,11 +319,7 @@ class HostBlockPool:
             self._arrays = []
             self._free = []
             self._whole = memoryview(b"")
-            try:
-                self._map.close()
-            except BufferError:
-                return False
-            return True
+        return self._pages.close()
 
     def _check(self, slot: SlotRef) -> int:
         if not 0 <= slot.number < len(self._generations):
@@ -267,24 +338,31 @@ class HostBlockPool:
         return view
 
 
-def _map_private(length: int) -> mmap.mmap:
-    # MAP_PRIVATE, since a shared anonymous mapping is shmem, where huge pages are not given.
-    try:
-        return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as error:
+def _chunks(tier_slots: int, staging_slots: int, slot_bytes: int) -> Iterator[Chunk]:
+    """In the order of growth: staging, which is in use all the time, then the host slots, whose
+    first chunk is what remains of `START_BYTES`."""
+    per_chunk = max(1, CHUNK_BYTES // slot_bytes)
+    at_start = max(0, START_BYTES // slot_bytes - staging_slots) or per_chunk
+    yield from _split(tier_slots, tier_slots + staging_slots, per_chunk, per_chunk, slot_bytes)
+    yield from _split(0, tier_slots, at_start, per_chunk, slot_bytes)
+
+
+def _split(first: int, end: int, size: int, later: int, slot_bytes: int) -> Iterator[Chunk]:
+    while first < end:
+        count = min(size, end - first)
+        yield Chunk(first * slot_bytes, count * slot_bytes)
+        first += count
+        size = later
+
+
+def _require_memory(tier_slots: int, staging_slots: int, slot_bytes: int) -> None:
+    wanted = (tier_slots + staging_slots) * slot_bytes
+    room = host_memory()
+    if wanted > room.free_bytes:
         raise ConfigError(
-            f"cannot map {length:,} bytes of host memory for the block pool ({error}); lower the "
-            "capacity of the cpu tier, or raise the memory limit of this process"
-        ) from error
-
-
-def _ask_for_huge_pages(mapping: mmap.mmap) -> bool:
-    """Whether huge pages are in effect: asked for, accepted, and not switched off."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return False
-    try:
-        mapping.madvise(advice)
-        return "[never]" not in _THP_SWITCH.read_text(encoding="ascii")
-    except OSError:
-        return False
+            f"the host block pool of this rank needs {wanted:,} bytes ({readable_bytes(wanted)}): "
+            f"{tier_slots:,} host slots + {staging_slots:,} staging slots, of {slot_bytes:,} bytes "
+            f"each; but {room.place} has {room.free_bytes:,} bytes "
+            f"({readable_bytes(room.free_bytes)}) left: {room.terms}. Lower the capacity of the "
+            "cpu tier (and limits.staging), or make room"
+        )

@@ -87,6 +87,13 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
                 "1 for the state that a tier is in (opening, healthy, degraded, down), else 0.",
             ),
             Metric(
+                "host_pool_bytes",
+                _G,
+                ("kind",),
+                "Host block pool: bytes mapped, and of them resident since the start, in huge "
+                "pages, pinned.",
+            ),
+            Metric(
                 "jobs_total",
                 _C,
                 ("kind", "outcome"),

@@ -106,17 +106,18 @@ def check_flags(vllm_config: VllmConfig, *, persistent: bool) -> None:
         )
     algorithm = str(cache.prefix_caching_hash_algo)
     seeded = os.environ.get("PYTHONHASHSEED") not in (None, "", "random")
-    stable = algorithm in DETERMINISTIC_HASHES or (seeded and algorithm in SEEDED_HASHES)
-    if persistent and not stable:
+    if persistent and algorithm in SEEDED_HASHES and not seeded:
+        raise UnsupportedError(
+            f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in every "
+            "process: stored blocks would not be found again. Give --prefix-caching-hash-algo "
+            "sha256_cbor, or set the environment variable PYTHONHASHSEED to the same number for "
+            "every engine that shares tiers"
+        )
+    if persistent and algorithm not in DETERMINISTIC_HASHES + SEEDED_HASHES:
         raise UnsupportedError(
             f"prefix_caching_hash_algo is {algorithm!r}: equal prompts could get other block "
             "hashes in the next process, so stored blocks would not be found again. Give "
             "--prefix-caching-hash-algo sha256_cbor"
-        )
-    if persistent and not hasattr(kv_cache_utils, "resolve_none_hash_seed") and not seeded:
-        raise UnsupportedError(
-            f"vLLM {vllm_version()} seeds its block hashes at random in every process; "
-            "set the environment variable PYTHONHASHSEED=0 for every engine that shares tiers"
         )
 
 
@@ -140,14 +141,16 @@ def share_log() -> None:
         ours.propagate = theirs.propagate
 
 
-def none_hash_seed(vllm_config: VllmConfig) -> str:
-    """What vLLM seeds its block hashes with, in whichever process this is asked."""
+def none_hash_seed() -> str:
+    """What vLLM seeds its block hashes with, in whichever process this is asked.
+
+    Not so for xxhash without a seed of the environment, which is random and which `check_flags`
+    refuses where blocks outlive the process.
+    """
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return seed or "empty"
-    # 0.29 and later use this fixed seed for cryptographic hashes; `check_flags` has refused the
-    # rest where it matters.
-    return str(getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "random"))
+    return str(kv_cache_utils.DEFAULT_NONE_HASH_SEED)
 
 
 def group_keys(

@@ -106,7 +106,7 @@ def offline_environment() -> dict[str, str]:
 
 
 class EngineProcess:
-    """One engine. A context manager: when the block is left, its processes are gone.
+    """One engine at a time. A context manager: when the block is left, its processes are gone.
 
     Every method waits for the engine, with a deadline, and raises
 
@@ -165,7 +165,7 @@ class EngineProcess:
 
     def open(self, arguments: Mapping[str, Any]) -> None:
         """Start the engine with these arguments of `vllm.LLM`; answer one short prompt, so that
-        what an engine does only once is done."""
+        what an engine does only once is done. One that runs already is ended first."""
         self._ask("open", START_SECONDS, arguments=dict(arguments))
 
     def encode(self, prompts: Iterable[PromptText]) -> list[tuple[int, ...]]:

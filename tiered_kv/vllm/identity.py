@@ -71,7 +71,7 @@ def engine_fingerprint(
             "pcp": parallel.pcp_size,
             "dcp": parallel.dcp_size,
             "hash": str(cache.prefix_caching_hash_algo),
-            "hash_seed": none_hash_seed(vllm_config),
+            "hash_seed": none_hash_seed(),
         }
     )
 

@@ -18,6 +18,8 @@ from typing import Any, TextIO
 
 from prometheus_client import REGISTRY
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
 from tiered_kv.errors import RefuseToStart, TieredKVError
 from tiered_kv.stats import METRICS, GaugeValue, MetricKind, Series, StatsSnapshot
@@ -60,7 +62,8 @@ class OfflineEngine:
         return self._llm
 
     def open(self, arguments: Mapping[str, Any]) -> None:
-        """Start the engine, and let it do what it does only once."""
+        """Start the engine in place of one that runs, and let it do what it does only once."""
+        self.end()
         self._llm = LLM(**(ENGINE | dict(arguments)))
         self.generate(SHORT, 4, None)
 
@@ -164,10 +167,12 @@ class OfflineEngine:
             time.sleep(SETTLE_STEP_SECONDS)
 
     def end(self) -> None:
-        """Drain and let go."""
+        """Drain and let go, of what vLLM keeps in this process too."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
+            ensure_kv_transfer_shutdown()
+            cleanup_dist_env_and_memory()
 
 
 def snapshot() -> StatsSnapshot:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from tiered_kv.config import TierSettings
 from tiered_kv.contracts import (
@@ -40,44 +41,70 @@ class FaultySpec(KeySpec):
 
 
 class FaultySettings(TierSettings, frozen=True):
-    """The settings of the wrapped store, and what shall fail."""
+    """The settings of the wrapped store, and where is said what shall fail."""
 
     type: Literal["faulty"] = "faulty"
     path: str = Field(description="Directory of the wrapped store.")
-    failure: Literal["corrupt", "missing", "tier_error", "raise"] = Field(
-        default="corrupt", description="How a read fails."
-    )
-    reads: tuple[tuple[int, ...], ...] = Field(
-        default=(), description="Positions that fail, for each read call in turn."
-    )
-    every_read: bool = Field(default=False, description="Every block of every read fails.")
-    failing_writes: int = Field(default=0, description="How many write calls fail at first.")
+    plan: str = Field(description="File with a `Plan` as JSON; nothing fails while it is missing.")
+
+
+class Plan(BaseModel, frozen=True, extra="forbid"):
+    """What fails, counted from the first call that sees this plan."""
+
+    failure: Literal["corrupt", "missing", "tier_error", "raise"] = "corrupt"
+    """How a read fails."""
+    reads: tuple[tuple[int, ...], ...] = ()
+    """Positions that fail, for each read call in turn."""
+    every_read: bool = False
+    """Every block of every read fails."""
+    failing_writes: int = 0
+    """How many write calls fail at first."""
 
 
 class FaultyStore:
-    """Counts calls and fails those that the settings name."""
+    """Counts calls and fails those that the plan names."""
 
     def __init__(self, inner: BlockStore, settings: FaultySettings) -> None:
         self._inner = inner
         self._settings = settings
         self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._plan = Plan()
         self._reads = 0
         self._writes = 0
 
+    def _see_plan(self) -> None:
+        """Begin to count anew where the file is another one than before."""
+        file = Path(self._settings.plan)
+        try:
+            stat = file.stat()
+        except FileNotFoundError:
+            return
+        seen = stat.st_ino, stat.st_mtime_ns
+        if seen != self._seen:
+            self._seen, self._plan = seen, Plan.model_validate_json(file.read_bytes())
+            self._reads = self._writes = 0
+
     def read(self, keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> list[ReadResult]:
         with self._lock:
-            call, self._reads = self._reads, self._reads + 1
+            self._see_plan()
+            plan, call = self._plan, self._reads
+            self._reads += 1
         results = self._inner.read(keys, memory)
-        planned = self._settings.reads[call] if call < len(self._settings.reads) else ()
-        positions = range(len(keys)) if self._settings.every_read else planned
+        planned = plan.reads[call] if call < len(plan.reads) else ()
+        positions = range(len(keys)) if plan.every_read else planned
         for position in positions:
-            results[position] = self._fail(keys[position], results[position], memory[position])
+            results[position] = self._fail(
+                plan, keys[position], results[position], memory[position]
+            )
         if positions:
             print(f"faulty store: read {call} fails at {list(positions)}", flush=True)
         return results
 
-    def _fail(self, key: BlockKey, result: ReadResult, memory: memoryview) -> ReadResult:
-        match self._settings.failure:
+    def _fail(
+        self, plan: Plan, key: BlockKey, result: ReadResult, memory: memoryview
+    ) -> ReadResult:
+        match plan.failure:
             case "corrupt":
                 memory[0] ^= 1
                 return result
@@ -91,8 +118,10 @@ class FaultyStore:
 
     def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
         with self._lock:
-            call, self._writes = self._writes, self._writes + 1
-        if call < self._settings.failing_writes:
+            self._see_plan()
+            plan, call = self._plan, self._writes
+            self._writes += 1
+        if call < plan.failing_writes:
             print(f"faulty store: write {call} of {len(places)} blocks fails", flush=True)
             raise TierError("injected write error", tier=self._settings.name)
         self._inner.write(places, memory)

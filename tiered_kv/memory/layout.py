@@ -1,4 +1,4 @@
-"""How a block lies in a host slot.
+"""How a block lies in a host slot, in an area of device staging and on disk.
 
 ```
 block         = engine block 0 | engine block 1 | ... | engine block chunk-1
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiered_kv.errors import IdentityError
-from tiered_kv.memory import KVCaches
+from tiered_kv.memory.caches import KVCaches
 from tiered_kv.specs import GpuBlock
 from tiered_kv.values import CacheGeometry
 

@@ -1,4 +1,4 @@
-"""Values that the store tests share; importable by the child processes that they start."""
+"""Blocks with contents that every process can tell, and the ways to put them into a store."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Self
 
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import BlockStore, NewBlock, ReadResult
+from tiered_kv.contracts import BlockStore, NewBlock, Place, ReadResult
+from tiered_kv.testing.conformance.contract import StorePromise, owe
 from tiered_kv.values import (
     BlockKey,
     BlockStatus,
@@ -19,10 +21,33 @@ from tiered_kv.values import (
     Namespace,
 )
 
+__all__ = [
+    "BLOCK_BYTES",
+    "CAPACITY",
+    "NAMESPACE",
+    "ODD_BYTES",
+    "OTHER_NAMESPACE",
+    "Read",
+    "StoreArguments",
+    "aligned_copy",
+    "assert_held",
+    "content",
+    "disk_bytes",
+    "get",
+    "key",
+    "keys",
+    "new_block",
+    "page_aligned",
+    "put",
+    "reserved",
+]
+
 BLOCK_BYTES = 65_536
+"""Length of a block of the first KV group, where a check says nothing else."""
 ODD_BYTES = 12_345
-"""Size of the blocks of the second KV group: no multiple of anything."""
+"""Length of a block of the second KV group: no multiple of anything."""
 CAPACITY = 16 * 2**20
+"""Bytes that a store may take, where its case says nothing else."""
 
 NAMESPACE = Namespace(Fingerprint.of({"model": "tests/tiny", "dtype": "bfloat16"}))
 OTHER_NAMESPACE = Namespace(Fingerprint.of({"model": "tests/other", "dtype": "bfloat16"}))
@@ -30,28 +55,31 @@ OTHER_NAMESPACE = Namespace(Fingerprint.of({"model": "tests/other", "dtype": "bf
 
 @dataclass(frozen=True, slots=True)
 class StoreArguments:
-    """How a test opens a store; picklable."""
+    """How a check wants a store opened. Picklable: child processes open it too."""
 
     path: Path
-    """The one directory of the test; the store may make it."""
+    """A directory for this check alone. It is not there at the first opening."""
     capacity: int = CAPACITY
+    """Budget in bytes."""
     namespace: Namespace = NAMESPACE
     rank: int = 0
     world_size: int = 1
     writable: bool = True
-    durability: str = "none"
+    """See `StoreContext.writable`."""
+    block_bytes: tuple[int, ...] = (BLOCK_BYTES, ODD_BYTES)
+    """Length in bytes of the blocks of each KV group."""
     extra: tuple[tuple[str, object], ...] = field(default=())
-    """Further settings of the tier, as (field, value)."""
+    """For an instance's own checks: further settings, as (name, value)."""
 
     @property
     def geometry(self) -> CacheGeometry:
-        """Two KV groups: `BLOCK_BYTES` and `ODD_BYTES`."""
-        groups = (GroupGeometry(0, BLOCK_BYTES, 1, 16), GroupGeometry(1, ODD_BYTES, 1, 16))
+        """One KV group per entry of `block_bytes`, blocks of one engine block of 16 tokens."""
+        groups = tuple(GroupGeometry(i, size, 1, 16) for i, size in enumerate(self.block_bytes))
         return CacheGeometry(groups, self.rank, self.world_size)
 
-    def with_(self, **changes: object) -> StoreArguments:
+    def with_(self, **changes: Any) -> Self:
         """A copy with other values."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)
 
 
 def key(number: int) -> BlockKey:
@@ -60,12 +88,13 @@ def key(number: int) -> BlockKey:
 
 
 def keys(numbers: Iterable[int]) -> list[BlockKey]:
+    """See `key`."""
     return [key(number) for number in numbers]
 
 
 def content(number: int, rank: int = 0, length: int = BLOCK_BYTES) -> bytes:
     """What block `number` holds on `rank`, the same in every process."""
-    return random.Random((number << 20) + rank).randbytes(length)
+    return random.Random((1 << 60) + (number << 20) + rank).randbytes(length)
 
 
 def page_aligned(length: int) -> memoryview:
@@ -74,14 +103,28 @@ def page_aligned(length: int) -> memoryview:
 
 
 def aligned_copy(data: bytes) -> memoryview:
+    """Page-aligned memory that holds `data`."""
     memory = page_aligned(len(data))
     memory[:] = data
     return memory
 
 
 def new_block(number: int, rank: int = 0, length: int = BLOCK_BYTES) -> NewBlock:
+    """Block `number` as `reserve` wants it."""
     data = memoryview(content(number, rank, length))
     return NewBlock(key(number), BlockChecksum.capture(key(number), rank, data))
+
+
+def reserved(store: BlockStore, blocks: Sequence[NewBlock]) -> list[Place]:
+    """Places for all of these blocks, none of which is published yet."""
+    answers = store.reserve(blocks)
+    places = [place for place in answers if place is not None]
+    owe(
+        len(answers) == len(places) == len(blocks),
+        StorePromise.ONE_ANSWER_EACH,
+        f"{len(places)} places came in {len(answers)} answers for {len(blocks)} new blocks",
+    )
+    return places
 
 
 def put(
@@ -89,6 +132,11 @@ def put(
 ) -> list[int]:
     """Store these blocks in one batch; the numbers of those that were not published before."""
     answers = store.reserve([new_block(n, rank, length) for n in numbers])
+    owe(
+        len(answers) == len(numbers),
+        StorePromise.ONE_ANSWER_EACH,
+        f"{len(answers)} answers came for {len(numbers)} blocks",
+    )
     given = [(n, place) for n, place in zip(numbers, answers, strict=True) if place is not None]
     places = [place for _, place in given]
     store.write(places, [aligned_copy(content(n, rank, length)) for n, _ in given])
@@ -102,8 +150,9 @@ class Read:
 
     result: ReadResult
     data: bytes
+    """As many bytes as the row says; none where the status is not OK."""
     sound: bool
-    """OK and the bytes verify against the row's checksum."""
+    """OK, and the bytes verify against the row's checksum."""
 
 
 def get(
@@ -116,11 +165,12 @@ def get(
     for number, view, result in zip(numbers, memory, results, strict=True):
         checksum = result.checksum
         data = bytes(view[: checksum.length]) if checksum else b""
-        sound = (
-            result.status is BlockStatus.OK
-            and checksum is not None
-            and checksum.verifies(key(number), rank, memoryview(data))
+        owe(
+            (checksum is not None) is (result.status is BlockStatus.OK),
+            StorePromise.ROW_CHECKSUM,
+            f"{result} is the answer for block {number}",
         )
+        sound = checksum is not None and checksum.verifies(key(number), rank, memoryview(data))
         reads.append(Read(result, data, sound))
     return reads
 
@@ -129,10 +179,20 @@ def assert_held(
     store: BlockStore, numbers: Sequence[int], rank: int = 0, length: int = BLOCK_BYTES
 ) -> None:
     """Each block is visible and holds exactly what was put."""
-    assert store.contains(keys(numbers)) == [True] * len(numbers)
+    visible = store.contains(keys(numbers))
+    unseen = [n for n, there in zip(numbers, visible, strict=True) if not there]
+    owe(not unseen, StorePromise.CONTAINS, f"published blocks {unseen[:9]} are not visible")
     for number, read in zip(numbers, get(store, numbers, rank, length), strict=True):
-        assert read.sound, (number, read.result)
-        assert read.data == content(number, rank, length), number
+        owe(
+            read.sound,
+            StorePromise.READ,
+            f"block {number}, which was published, was read as {read.result} and does not verify",
+        )
+        owe(
+            read.data == content(number, rank, length),
+            StorePromise.READ,
+            f"block {number} came back with other bytes than were put",
+        )
 
 
 def disk_bytes(path: Path) -> int:
@@ -140,7 +200,7 @@ def disk_bytes(path: Path) -> int:
     total = 0
     for file in path.rglob("*"):
         try:
-            total += file.stat().st_blocks * 512
+            total += file.lstat().st_blocks * 512
         except FileNotFoundError:
             continue  # a temporary file that was renamed meanwhile
     return total

@@ -1,0 +1,36 @@
+"""The plug-in of the documentation under the simulated engine, as its page shows it."""
+
+from __future__ import annotations
+
+import runpy
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import pytest
+
+import tiered_kv.plugins
+from tests.docs.pages import fenced
+from tiered_kv.plugins import GROUP
+
+
+def test_the_life_in_the_plugins_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shelf_tier.py").write_text(fenced("plugins.md", "python")[0])
+    metadata = tmp_path / "shelf-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nshelf = shelf_tier:backend\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert EntryPoint("shelf", "shelf_tier:backend", GROUP) in entry_points(group=GROUP)
+    assert tiered_kv.plugins.Plugins().get("shelf").name == "shelf"
+    [tiers] = [text for text in fenced("plugins.md", "yaml") if "shelf" in text]
+    small = tiers.replace("1GiB", "128KiB", 1).replace("/tmp/shelf", str(tmp_path / "blocks"))
+    (tmp_path / "deployment.yaml").write_text(small)
+    monkeypatch.chdir(tmp_path)
+    [life] = [code for code in fenced("plugins.md", "py") if "Simulation(" in code]
+    (tmp_path / "life.py").write_text(life)
+    runpy.run_path(str(tmp_path / "life.py"))
+    said = capsys.readouterr().out
+    print(said)
+    assert "loaded_blocks: host" in said

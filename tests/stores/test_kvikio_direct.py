@@ -1,0 +1,36 @@
+"""gpu <-> nvme with real KvikIO's device path, under a fake CUDA driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.kvikio_process import run_scenario
+
+MODULE = "tests.stores.kvikio_direct"
+
+
+@pytest.mark.parametrize(
+    "name", ["sizes", "engines", "parts", "joined", "crowded", "through_the_engine"]
+)
+def test_blocks_go_directly(name: str, tmp_path: Path) -> None:
+    result = run_scenario(MODULE, name, tmp_path)
+    copies = result["device copies"]
+    assert isinstance(copies, int)
+    assert copies > 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "name", ["rotten", "given_up", "hung", "closing", "failing", "cut_off", "changed", "held"]
+)
+def test_a_fault_costs_at_most_a_miss(name: str, tmp_path: Path) -> None:
+    result = run_scenario(MODULE, name, tmp_path)
+    copies = result["device copies"]
+    assert isinstance(copies, int)
+    assert copies > 0
+
+
+def test_the_setting_decides(tmp_path: Path) -> None:
+    run_scenario(MODULE, "settings_decide", tmp_path)

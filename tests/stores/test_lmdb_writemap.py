@@ -1,0 +1,125 @@
+"""The lmdb store where it writes into its map: it owes the same, and never dies of a full disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.stores.lmdb_parts import open_into_map, open_lmdb
+from tiered_kv.config import SizeOrPercent
+from tiered_kv.testing.conformance.blocks import StoreArguments, assert_held, disk_bytes, put
+
+MIB = 2**20
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> StoreArguments:
+    return StoreArguments(tmp_path / "tier")
+
+
+def test_it_takes_the_whole_capacity_at_once(arguments: StoreArguments) -> None:
+    store = open_into_map(arguments)
+    taken = disk_bytes(arguments.path)
+    assert store.stat().modes["writemap"] == "on"
+    assert 0.9 * arguments.capacity < taken <= arguments.capacity
+    put(store, range(100))
+    assert disk_bytes(arguments.path) - taken < MIB
+    assert store.stat().used_bytes <= arguments.capacity
+    store.close()
+
+
+def test_a_file_that_is_to_be_smaller_is_cut_and_keeps_what_it_holds(
+    arguments: StoreArguments,
+) -> None:
+    store = open_into_map(arguments)
+    put(store, range(20))
+    store.close()
+    before = disk_bytes(arguments.path)
+    for capacity in (8 * MIB, 12 * MIB):
+        store = open_into_map(arguments.with_(capacity=capacity))
+        assert store.stat().modes["writemap"] == "on"
+        assert_held(store, range(20))
+        store.close()
+        assert disk_bytes(arguments.path) <= capacity < before
+
+
+def test_a_file_that_holds_more_than_it_may_starts_empty(arguments: StoreArguments) -> None:
+    store = open_into_map(arguments)
+    put(store, range(120))
+    store.close()
+    store = open_into_map(arguments.with_(capacity=6 * MIB))
+    assert store.stat().blocks == 0
+    assert put(store, range(20)) == list(range(20))
+    assert_held(store, range(20))
+    store.close()
+
+
+def test_both_ways_of_writing_read_each_others_blocks(arguments: StoreArguments) -> None:
+    for opener, numbers in ((open_into_map, range(10)), (open_lmdb, range(10, 20))):
+        store = opener(arguments)
+        put(store, numbers)
+        assert_held(store, range(numbers.stop))
+        store.close()
+    store = open_into_map(arguments)
+    assert_held(store, range(20))
+    store.close()
+
+
+@pytest.mark.parametrize("durability", ["batch", "full"])
+def test_it_is_off_where_something_is_to_survive_the_machine(
+    arguments: StoreArguments, durability: str
+) -> None:
+    store = open_into_map(arguments.with_(extra=(("durability", durability),)))
+    assert store.stat().modes["writemap"] == f"off (durability {durability})"
+    store.close()
+
+
+def test_it_is_off_where_the_free_space_floor_would_not_hold(arguments: StoreArguments) -> None:
+    disk = os.statvfs(arguments.path.parent)
+    floor = SizeOrPercent(size=disk.f_bavail * disk.f_frsize - arguments.capacity // 2)
+    store = open_into_map(arguments.with_(extra=(("min_free", floor),)))
+    assert store.stat().modes["writemap"] == "off (the disk has no room for the whole capacity)"
+    assert disk_bytes(arguments.path) < MIB
+    store.close()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a tmpfs")
+def test_it_is_off_on_a_file_system_that_promises_no_room() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        store = open_into_map(StoreArguments(Path(directory) / "tier"))
+        assert store.stat().modes["writemap"] == "off (the file system does not promise room)"
+        put(store, range(5))
+        assert_held(store, range(5))
+        store.close()
+
+
+@pytest.mark.faults
+def test_a_disk_that_others_fill_up_does_not_kill_it(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs root, unshare and mkfs.ext4")
+    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    point, image = tmp_path / "disk", tmp_path / "image"
+    point.mkdir()
+    with image.open("wb") as file:
+        file.truncate(36 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    command = [sys.executable, "-m", "tests.stores.lmdb_full_disk", str(point), str(image)]
+    done = subprocess.run(
+        ["unshare", "-m", *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=90,
+    )
+    print(done.stdout[-3000:])
+    assert done.returncode == 0, (done.returncode, done.stderr)

@@ -1,0 +1,107 @@
+"""Opens LMDB's own environment, writing into its map where that is safe.
+
+Then values are copied once, straight to where they stay. But a page of the map that has no room on
+the disk kills the process when it is written to (SIGBUS). So the whole file is taken from the file
+system before anything is written, and only where that is a promise: ext4 and xfs keep it, others
+copy on write.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import lmdb
+
+from tiered_kv.index.directory import DATA, file_system_magic
+
+__all__ = ["Durability", "WriteMap", "open_lmdb"]
+
+Durability = Literal["none", "batch", "full"]
+
+_MAX_READERS = 510
+_MAX_DATABASES = 24
+_KEEP_THEIR_PROMISE = {0xEF53: "ext4", 0x58465342: "xfs"}
+_REFUSALS = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteMap:
+    """Wish to write into the map."""
+
+    keep_free: int
+    """Bytes that are to stay free on the file system; else the wish is not granted."""
+
+
+def open_lmdb(
+    path: Path,
+    *,
+    writable: bool,
+    durability: Durability,
+    map_bytes: int,
+    locks: bool,
+    writemap: WriteMap | None,
+) -> tuple[lmdb.Environment, str]:
+    """The environment in a vetted directory, and whether its map is written to: "on", "off" or
+    "off (reason)".
+
+    Raises:
+        OSError, lmdb.Error: it cannot be opened.
+    """
+
+    def opened(*, into_map: bool) -> lmdb.Environment:
+        return lmdb.Environment(
+            str(path),
+            map_size=map_bytes,
+            readonly=not writable,
+            create=writable,
+            mode=0o600,
+            sync=durability != "none",
+            metasync=durability == "full",
+            writemap=into_map,
+            max_readers=_MAX_READERS,
+            max_dbs=_MAX_DATABASES,
+            max_spare_txns=8,
+            lock=locks,
+            lib_version=0,
+        )
+
+    if writemap is None or not writable:
+        return opened(into_map=False), "off"
+    refusal = _refusal(path, durability, map_bytes, writemap)
+    if refusal is None:
+        environment = opened(into_map=True)
+        refusal = _take_room(path / DATA, map_bytes)
+        if refusal is None:
+            return environment, "on"
+        environment.close()
+    return opened(into_map=False), f"off ({refusal})"
+
+
+def _refusal(path: Path, durability: str, map_bytes: int, writemap: WriteMap) -> str | None:
+    if durability != "none":
+        return f"durability {durability}"
+    if file_system_magic(path) not in _KEEP_THEIR_PROMISE:
+        return "the file system does not promise room"
+    data = path / DATA
+    missing = map_bytes - (data.stat().st_blocks * 512 if data.exists() else 0)
+    disk = os.statvfs(path)
+    if disk.f_bavail * disk.f_frsize - missing < writemap.keep_free:
+        return "the disk has no room for the whole capacity"
+    return None
+
+
+def _take_room(data: Path, map_bytes: int) -> str | None:
+    fd = os.open(data, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, map_bytes)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        return f"its room could not be taken: {error.strerror}"
+    finally:
+        os.close(fd)
+    return None
