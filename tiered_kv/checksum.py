@@ -8,7 +8,8 @@ found too. With `bound` = XXH3-64 (https://github.com/Cyan4973/xxHash) of
 * `wsum` is `bound` plus the sum of `weight[i] * word[i]`, modulo 2^64, over the bytes read as
   little-endian 64-bit words, the last one filled up with zeros. `weight[i]` is the i-th output of
   SplitMix64 (Steele, Lea, Flood 2014) from seed 0, made odd: every change of a single word changes
-  the sum.
+  the sum. Two errors cancel where both are in the topmost bit of a word, since an odd weight moves
+  that bit to itself; `xxh3` has no such pair.
 """
 
 from __future__ import annotations

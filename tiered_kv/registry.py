@@ -45,6 +45,8 @@ class TransferRegistry:
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], RegisteredPair] = {}
+        self._plain: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], str] = {}
+        """Who registered the pair without override."""
 
     def register(
         self,
@@ -56,15 +58,16 @@ class TransferRegistry:
         override: bool = False,
         missing: Callable[[Any], str | None] = _nothing,
     ) -> None:
-        """Claim the pair (`src`, `dst`).
+        """Claim the pair (`src`, `dst`). With `override` it is taken from whoever registers it
+        without, earlier or later; of several, the latest has it.
 
         `missing` is given a tier's settings and says what this machine, or those settings, lack for
         the pair to be used, as far as that can be told without opening anything; None: nothing. It
         is for people who ask beforehand: the factory decides, and raises `UnsupportedError`.
 
         Raises:
-            PluginError: the pair is taken and `override` is False (both providers are named), or
-                two spec classes claim one medium.
+            PluginError: two providers claim the pair without `override` (both are named), or two
+                spec classes claim one medium.
         """
         for side in (src, dst):
             for known in self.media():
@@ -75,12 +78,16 @@ class TransferRegistry:
                         f"{side.__module__}.{side.__qualname__} (from {provider}); "
                         "rename the medium of one of them"
                     )
-        taken = self._pairs.get((src, dst))
-        if taken is not None and not override:
-            raise PluginError(
-                f"{src.medium} -> {dst.medium} is registered by both {taken.provider!r} and "
-                f"{provider!r}; uninstall one of them or register with override=True"
-            )
+        if not override:
+            if (src, dst) in self._plain:
+                raise PluginError(
+                    f"{src.medium} -> {dst.medium} is registered by both "
+                    f"{self._plain[src, dst]!r} and {provider!r}; uninstall one of them or "
+                    "register with override=True"
+                )
+            self._plain[src, dst] = provider
+            if (src, dst) in self._pairs:
+                return
         self._pairs[src, dst] = RegisteredPair(src, dst, factory, provider, missing)
 
     def handler(self, src: type[S], dst: type[D], context: HandlerContext) -> TransferHandler[S, D]:

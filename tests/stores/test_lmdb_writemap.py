@@ -61,6 +61,65 @@ def test_a_file_that_holds_more_than_it_may_starts_empty(arguments: StoreArgumen
     store.close()
 
 
+CHILD = """
+import sys
+from pathlib import Path
+from tests.stores.lmdb_parts import open_into_map
+from tiered_kv.testing.conformance.blocks import StoreArguments, put
+
+path, capacity, first, end = sys.argv[1:]
+store = open_into_map(StoreArguments(Path(path)).with_(capacity=int(capacity)))
+put(store, range(int(first), int(end)))
+print(store.stat().modes["writemap"], store.stat().blocks)
+store.close()
+"""
+
+
+def elsewhere(arguments: StoreArguments, capacity: int, numbers: range) -> str:
+    """Open the store in another process, store blocks, and close it; what it says then."""
+    child = [str(arguments.path), str(capacity), str(numbers.start), str(numbers.stop)]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *child],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_process_with_a_smaller_budget_leaves_the_file_of_another_as_it_is(
+    arguments: StoreArguments,
+) -> None:
+    # LMDB would cut it, and the next write behind its end kills the process (SIGBUS).
+    store = open_into_map(arguments)
+    put(store, range(5))
+    before = disk_bytes(arguments.path)
+    assert elsewhere(arguments, 8 * MIB, range(0)) == "on 5"
+    assert disk_bytes(arguments.path) >= before
+    stored = put(store, range(5, 120))  # beyond what the smaller budget would have left
+    print(f"stored {len(stored)} more")
+    assert len(stored) == 115
+    store.close()
+
+
+def test_a_process_that_takes_over_a_larger_map_does_not_cut_a_still_larger_one(
+    arguments: StoreArguments,
+) -> None:
+    small = arguments.with_(capacity=8 * MIB)
+    store = open_into_map(small)
+    put(store, range(5))
+    assert elsewhere(small, 16 * MIB, range(5, 120)) == "on 120"
+    file = arguments.path / "values" / "data.mdb"
+    os.truncate(file, 32 * MIB)  # a third process has opened it, and not written yet
+    assert_held(store, range(120))
+    assert file.stat().st_size == 32 * MIB
+    store.close()
+
+
 def test_both_ways_of_writing_read_each_others_blocks(arguments: StoreArguments) -> None:
     for opener, numbers in ((open_into_map, range(10)), (open_lmdb, range(10, 20))):
         store = opener(arguments)

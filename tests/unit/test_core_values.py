@@ -46,6 +46,17 @@ def test_a_taken_pair_names_both_providers() -> None:
     assert str(registry.pair(CpuSpec, DiskSpec)) == "cpu -> disk (two)"
 
 
+def test_an_override_holds_whoever_comes_first() -> None:
+    registry = TransferRegistry()
+    registry.register(CpuSpec, DiskSpec, no_handler, provider="better", override=True)
+    registry.register(CpuSpec, DiskSpec, no_handler, provider="one")
+    assert registry.pair(CpuSpec, DiskSpec).provider == "better"
+    with pytest.raises(PluginError, match="registered by both 'one' and 'two'"):
+        registry.register(CpuSpec, DiskSpec, no_handler, provider="two")
+    registry.register(CpuSpec, DiskSpec, no_handler, provider="best", override=True)
+    assert registry.pair(CpuSpec, DiskSpec).provider == "best"
+
+
 def test_a_medium_belongs_to_one_spec_class() -> None:
     registry = TransferRegistry()
     registry.register(CpuSpec, DiskSpec, no_handler, provider="one")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 
@@ -19,8 +20,19 @@ from tests.unit.doubles import (
     slow,
 )
 from tests.unit.engine_rig import Rig
+from tiered_kv.engine import StoreToCpuHandler
 from tiered_kv.errors import DeadlineExceeded, NoSpace, TierError
-from tiered_kv.specs import GpuSpec, HopResult, LoadJob, Part, Parts, StoreJob
+from tiered_kv.specs import (
+    CpuSpec,
+    GpuSpec,
+    HopResult,
+    KeySpec,
+    LoadJob,
+    Part,
+    Parts,
+    StoreJob,
+    TransferSpec,
+)
 from tiered_kv.values import BlockKey, BlockStatus, JobId, JobKind
 
 OK = BlockStatus.OK
@@ -307,6 +319,7 @@ def _cancelled() -> HopResult:
         lambda: HopResult((), 0),
         lambda: HopResult((OK, OK), 0),
         lambda: HopResult((OK,), -1),
+        lambda: HopResult((cast("BlockStatus", "ok"),), 0),
     ],
 )
 def test_the_loop_survives_whatever_a_handler_answers(answer: Callable[[], HopResult]) -> None:
@@ -318,6 +331,21 @@ def test_the_loop_survives_whatever_a_handler_answers(answer: Callable[[], HopRe
         rig.cache.answer = None
         [again] = rig.run(rig.load(2, {host: [0]}))
         assert again.ok
+
+
+def test_staging_comes_back_whatever_a_handler_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    async def transfer(self: StoreToCpuHandler, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
+        calls.append(len(spec))
+        return HopResult((cast("BlockStatus", None),) * len(spec), 0)
+
+    monkeypatch.setattr(StoreToCpuHandler, "transfer", transfer)
+    with Rig() as rig:
+        [result] = rig.run(rig.load(1, {fast(0, 1): range(2)}))
+        assert result.statuses == (BlockStatus.TIER_ERROR,) * 2
+        assert calls
+        assert rig.pool.leased == 0
 
 
 def test_a_kind_of_mistake_is_logged_once_with_its_traceback(

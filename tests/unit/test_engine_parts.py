@@ -434,6 +434,8 @@ def test_a_gate_lets_one_side_win() -> None:
     active.given_up = True
     assert not poisoned.commit()
     assert poisoned.close()
+    assert not gate.commit(), "its job was given up meanwhile"
+    assert not gate.close(), "what the first yes allowed may be going on"
 
 
 def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,6 +201,7 @@ def test_nonsense_is_refused() -> None:
         ({"blocks": 1}, "beside block 0"),
         ({"groups": (FULL, WINDOW), "cross_layers": True}, "one KV group"),
         ({"groups": (SimulatedGroup(layers=0),)}, "has no layers"),
+        ({"groups": (SimulatedGroup(window=0),)}, "no window"),
     ]
     for changed, why in bad:
         with pytest.raises(ValueError, match=why):

@@ -465,3 +465,21 @@ class TestOrder:
         device.failure = "CUDA error: an illegal memory access was encountered"
         with pytest.raises(RuntimeError, match="illegal memory access"):
             staging.gather([GpuBlock(10, (3,))], [0], None)
+
+    def test_a_launch_that_fails_half_way_is_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = StandIn()
+        staging = on_device(simple(), 1, device=device)
+        [lane] = device.lanes
+        run, done = lane.run, list[str]()
+
+        def refuse(work: Callable[[], object]) -> None:
+            run(lambda: done.append("the first band"))
+            raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr(lane, "run", refuse)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            staging.scatter([0], [GpuBlock(10, (3,))], device.fence())
+        assert done == ["the first band"]
+        assert device.record[-1] == f"{lane.name}: waited"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -16,7 +16,7 @@ from tests.unit.device_stand_in import StandIn
 from tests.unit.doubles import FastSpec, Journal, MemoryStore, key
 from tiered_kv.connector import ConnectorMetadata, WorkerConnector, WorkerPlan, WorkerReport
 from tiered_kv.engine import EngineLimits, register_store_handlers
-from tiered_kv.errors import IdentityError, TierError, UnsupportedError
+from tiered_kv.errors import IdentityError, RefuseToStart, TierError, UnsupportedError
 from tiered_kv.memory import KVCaches
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import (
@@ -34,7 +34,7 @@ from tiered_kv.specs import (
     TransferSpec,
 )
 from tiered_kv.values import BlockStatus, CacheGeometry, Fingerprint, JobId
-from tiered_kv_gpu.handlers import GpuToCpuHandler
+from tiered_kv_gpu.handlers import CpuToGpuHandler, GpuToCpuHandler
 
 ENGINE_BLOCKS = 64
 PATIENCE = 30.0
@@ -455,3 +455,80 @@ def test_the_host_pool_is_registered_with_the_device_of_the_caches(
     assert pool.modes()["memory"] == "pinned"
     worker.shutdown()
     assert device.ranges == {}
+
+
+class HeldScatter:
+    """The real scatter, which waits until the test lets it go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go_on = threading.Event()
+        self.begun = 0
+        real = CpuToGpuHandler._load
+
+        def held(handler: CpuToGpuHandler, spec: TransferSpec[CpuSpec, GpuSpec]) -> HopResult:
+            self.begun += 1
+            assert self.may_go_on.wait(PATIENCE)
+            return real(handler, spec)
+
+        monkeypatch.setattr(CpuToGpuHandler, "_load", held)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A self-test that gives its copies up at once."""
+    monkeypatch.setattr("tiered_kv.connector.proof.PROOF_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_self_test_never_writes_to_blocks_after_the_start(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scatter = HeldScatter(monkeypatch)
+    before = rig.bytes_of(0)
+    wait = rig.worker.engine.wait
+
+    def waited(jobs: Collection[JobId], timeout: float) -> frozenset[JobId]:
+        late = wait(jobs, timeout)
+        if late and scatter.begun:  # the self-test has given its load up, and waits for its end
+            scatter.may_go_on.set()
+        return late
+
+    monkeypatch.setattr(rig.worker.engine, "wait", waited)
+    proof = rig.worker.handshake().proof
+    assert proof is not None
+    assert (proof.problem, scatter.begun) == ("the load did not end within 0.2 s", 1)
+    assert rig.bytes_of(0) == before
+    assert rig.worker.drain(PATIENCE)
+    assert rig.worker.get_finished(set()) == (set(), set())
+    assert rig.worker.take_completed() == ()
+    assert rig.worker.take_report() is None
+    assert rig.worker.memory.leased == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_copy_of_the_self_test_that_hangs_is_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.connector.proof.HANG_SECONDS", 0.2)
+    scatter = HeldScatter(monkeypatch)
+    with pytest.raises(RefuseToStart, match=r"rank 0: .* engine's blocks 0 to 0 .* hangs"):
+        rig.worker.handshake()
+    assert scatter.begun == 1
+    scatter.may_go_on.set()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_nobody_hears_of_a_self_tests_store_that_ends_late() -> None:
+    with Rig(hold=True) as rig:
+        before = rig.bytes_of(0)
+        proof = rig.worker.handshake().proof
+        assert proof is not None
+        assert proof.problem == "the store did not end within 0.2 s"
+        assert rig.bytes_of(0) == before
+        assert rig.worker.memory.leased == 1
+        HeldGather.may_go_on.set()
+        assert rig.worker.drain(PATIENCE)
+        assert rig.worker.get_finished(set()) == (set(), set())
+        assert rig.worker.take_completed() == ()
+        assert rig.worker.take_report() is None
+        assert rig.worker.memory.leased == 0

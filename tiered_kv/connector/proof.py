@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.engine import TransferEngine
-from tiered_kv.errors import TieredKVError
+from tiered_kv.errors import RefuseToStart, TieredKVError
 from tiered_kv.memory import HostBlockPool, KVCaches, read_block, write_block
 from tiered_kv.specs import (
     CpuSpec,
     GpuBlock,
     GpuSpec,
+    JobResult,
     LoadJob,
     Part,
     Parts,
@@ -29,10 +30,14 @@ from tiered_kv.specs import (
 )
 from tiered_kv.values import BlockKey, BlockStatus, CacheGeometry, Fingerprint, JobId
 
-__all__ = ["Proof", "ProofRun", "expected_proof"]
+__all__ = ["Proof", "ProofRun", "expected_proof", "of_self_test"]
 
 PROOF_SECONDS = 2.0
 """Longest that the whole self-test of a rank waits for its copies."""
+
+HANG_SECONDS = 30.0
+"""How much longer it waits for a copy that may still write to the engine's cache: nothing can be
+served before that has ended."""
 
 REQUEST = "self-test"
 
@@ -71,8 +76,18 @@ def _pattern(fingerprint: Fingerprint, rank: int, group: int, size: int) -> byte
     return hashlib.shake_128(seed).digest(size)
 
 
+def of_self_test(result: JobResult) -> bool:
+    """Whether a job was the self-test's: its ids are negative, the engine's are not. One that the
+    self-test did not wait for ends later, and nobody else must hear of it."""
+    return result.id < 0
+
+
 class _StillRuns(RuntimeError):
-    """A copy may still be at work."""
+    """A copy may still be reading the engine's blocks."""
+
+
+class _StillWrites(RefuseToStart):
+    """A copy may still be writing to them."""
 
 
 class ProofRun:
@@ -95,7 +110,11 @@ class ProofRun:
         self._until = 0.0
 
     def run(self) -> Proof:
-        """Test every group, within `PROOF_SECONDS`. Raises nothing that a copy may do wrong."""
+        """Test every group, within `PROOF_SECONDS`. Raises nothing that a copy may do wrong.
+
+        Raises:
+            RefuseToStart: a copy into the engine's cache did not end within `HANG_SECONDS` more.
+        """
         began = time.monotonic()
         self._until = began + PROOF_SECONDS
         found: list[BlockChecksum] = []
@@ -103,6 +122,8 @@ class ProofRun:
         try:
             for index in range(len(self._geometry.groups)):
                 found.append(self._group(index))
+        except _StillWrites:
+            raise
         except (TieredKVError, ValueError, RuntimeError) as error:
             problem = str(error)
         self._engine.drain(max(0.0, self._until - time.monotonic()))
@@ -118,20 +139,24 @@ class ProofRun:
                 f"the engine's cache has {self._caches.num_blocks} blocks, fewer than the "
                 f"{group.chunk} that one block of KV group {index} takes"
             )
-        slots = self._pool.lease(1)
-        if slots is None:
-            raise ValueError("no staging slot is free")
         before = read_block(self._caches, index, ids)
         rank = self._geometry.rank
         pattern = _pattern(self._fingerprint, rank, group.index, len(before))
+        slots = self._pool.lease(1)
+        if slots is None:
+            raise ValueError("no staging slot is free")
         try:
             write_block(self._caches, index, ids, pattern)
             self._store(index, ids, slots[0])
             write_block(self._caches, index, ids, bytes(len(before)))
             self._load(index, ids, slots[0])
             after = read_block(self._caches, index, ids)
+        except _StillWrites:
+            raise
         except _StillRuns:
-            raise  # the slot stays on lease, and the blocks are the copy's
+            # The copy reads the blocks, and nobody what it makes of them; its slot stays on lease.
+            write_block(self._caches, index, ids, before)
+            raise
         except BaseException:
             self._put_back(index, ids, slots, before)
             raise
@@ -163,7 +188,18 @@ class ProofRun:
         late = self._engine.wait([job.id], self._until - time.monotonic())
         if late:
             self._engine.poison(late)
-            raise _StillRuns(f"the {job.kind} did not end within {PROOF_SECONDS:g} s")
+            text = f"the {job.kind} did not end within {PROOF_SECONDS:g} s"
+            if isinstance(job, StoreJob):
+                raise _StillRuns(text)
+            if self._engine.wait(late, HANG_SECONDS):
+                ids = job.dst.blocks[0].block_ids
+                raise _StillWrites(
+                    f"rank {self._geometry.rank}: the start-up self-test's copy from host memory "
+                    f"to the engine's blocks {ids[0]} to {ids[-1]} has not ended for "
+                    f"{PROOF_SECONDS + HANG_SECONDS:g} s, and may still write to them: the device "
+                    "or its driver hangs. Make sure that the device works, then start again"
+                )
+            raise ValueError(text)
         [result] = self._engine.finished()
         if result.statuses != (BlockStatus.OK,):
             why = "; ".join(reason for _, reason in self._engine.health().values())

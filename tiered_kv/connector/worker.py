@@ -17,7 +17,7 @@ from tiered_kv.connector.handshake import Handshake
 from tiered_kv.connector.messages import ConnectorMetadata, FailedBlock, WorkerReport
 from tiered_kv.connector.occupancy import OccupancyReporter
 from tiered_kv.connector.opening import StoreOpener
-from tiered_kv.connector.proof import Proof, ProofRun
+from tiered_kv.connector.proof import Proof, ProofRun, of_self_test
 from tiered_kv.contracts import BlockStore
 from tiered_kv.engine import EngineLimits, TransferEngine
 from tiered_kv.errors import UnsupportedError
@@ -220,9 +220,11 @@ class WorkerConnector:
         engine asks for this when the manager has checked that the pools of all ranks fit.
 
         Runs the start-up self-test first, once: the engine must be idle, and waits a few
-        milliseconds, at most `tiered_kv.connector.proof.PROOF_SECONDS`.
+        milliseconds, at most `tiered_kv.connector.proof.PROOF_SECONDS`; longer only where a copy
+        into the engine's cache does not end.
 
         Raises:
+            RefuseToStart: that copy hangs.
             RuntimeError: no caches were registered yet.
         """
         if self._geometry is None or self._caches is None or self._pool is None:
@@ -382,6 +384,8 @@ class WorkerConnector:
             self._finished_requests.update(finished_req_ids)
             refused, self._refused = self._refused, []
             for result in (*self.engine.finished(), *refused):
+                if of_self_test(result):
+                    continue
                 self._completed.append(result)
                 if result.kind is JobKind.LOAD:
                     received.add(result.request)
@@ -417,6 +421,10 @@ class WorkerConnector:
         with self._lock:  # the timer's thread may be refusing a job
             refused, self._released = self._released, []
         released: Sequence[SlotRef] = (*self.engine.released(), *refused)
+        staging = [slot for slot in released if slot.number >= self._tier_slots]
+        if staging:  # of a self-test that had not waited for its store
+            self.memory.give_back(staging)
+            released = [slot for slot in released if slot.number < self._tier_slots]
         report = WorkerReport(
             tuple(self._failed_loads),
             tuple(self._failed_stores),

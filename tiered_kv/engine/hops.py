@@ -244,11 +244,12 @@ def _check_result(result: object, count: int, label: str) -> None:
     if (
         not isinstance(result, HopResult)
         or len(result.statuses) != count
+        or not all(isinstance(status, BlockStatus) for status in result.statuses)
         or result.copied_bytes < 0
     ):
         raise TypeError(
             f"the handler of {label} answered {result!r} for {count} blocks; expected a HopResult "
-            "with one status per block"
+            "with one BlockStatus per block"
         )
 
 

@@ -44,10 +44,12 @@ class Gate:
         self._closed = False
 
     def commit(self) -> bool:
-        """The handler is about to publish, or to write to the engine. False: it must not."""
+        """The handler is about to publish, or to write to the engine. False: it must not. What an
+        earlier yes allowed goes on all the same."""
         with self._lock:
-            self._committed = not self._closed and not self._active.given_up
-            return self._committed
+            allowed = not self._closed and not self._active.given_up
+            self._committed = self._committed or allowed
+            return allowed
 
     def close(self) -> bool:
         """Give the call up. False: it is too late, the call is to be awaited."""

@@ -360,7 +360,10 @@ class Environment:
         with self._gate.alone(_CLOSE_SECONDS) as alone:
             if not alone:
                 raise self._unusable("another process has enlarged it while it is read here")
-            self._lmdb.set_mapsize(0)
+            # Never less than the file where the map is written to: LMDB would cut it, under whoever
+            # has a still larger map and has not used it yet.
+            size = (self.path / DATA).stat().st_size if self._writemap == "on" else 0
+            self._lmdb.set_mapsize(size)
 
     def check_usable(self) -> None:
         """Raise `TierError` when the environment was closed, or opened before a fork."""

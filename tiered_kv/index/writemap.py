@@ -55,7 +55,7 @@ def open_lmdb(
     def opened(*, into_map: bool) -> lmdb.Environment:
         return lmdb.Environment(
             str(path),
-            map_size=map_bytes,
+            map_size=whole if into_map else map_bytes,
             readonly=not writable,
             create=writable,
             mode=0o600,
@@ -69,12 +69,16 @@ def open_lmdb(
             lib_version=0,
         )
 
+    data = path / DATA
+    # LMDB makes the file as long as the map that is written to. Where another process, with a
+    # larger budget, has the file open, cutting it would kill that process at its next write.
+    whole = max(map_bytes, data.stat().st_size if data.exists() else 0)
     if writemap is None or not writable:
         return opened(into_map=False), "off"
-    refusal = _refusal(path, durability, map_bytes, writemap)
+    refusal = _refusal(path, durability, whole, writemap)
     if refusal is None:
         environment = opened(into_map=True)
-        refusal = _take_room(path / DATA, map_bytes)
+        refusal = _take_room(data, whole)
         if refusal is None:
             return environment, "on"
         environment.close()

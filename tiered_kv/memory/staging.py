@@ -372,8 +372,10 @@ class TorchStaging(_Areas):
             else:
                 self._lane.after(after)
             self._ids.set(of_blocks)
-            self._lane.run(work)
-            self._lane.mark().wait()
+            try:
+                self._lane.run(work)
+            finally:  # what was launched before a failure is waited for as well
+                self._lane.mark().wait()
 
     def _blocks(self, layout: GroupLayout, first: int, count: int) -> torch.Tensor:
         """Blocks in neighbouring areas: (blocks, engine blocks, bytes of an engine block)."""

@@ -57,7 +57,8 @@ class SimulatedModel:
                 "a model needs a group, a rank, a chunk of 1 and blocks beside block 0"
             )
         for group in self.groups:
-            if group.layers < 1 or group.tokens < 1 or (group.window or 1) < 1:
+            window = 1 if group.window is None else group.window
+            if min(group.layers, group.tokens, window) < 1:
                 raise ValueError(f"{group} has no layers, no tokens or no window")
             if self.page_bytes % (group.tokens * _WORD_BYTES):
                 raise ValueError(
