@@ -1,9 +1,9 @@
 """Our side as it is used: the hops between host slots and a store, driven like the transfer engine
 drives them.
 
-A batch is cut into groups of `EngineLimits.group_bytes`; up to `threads_per_tier` of them are in
-flight; a store is reserve, write, publish; a load is read, then verification of every block's
-checksum.
+A batch is cut into groups of `EngineLimits.behind_bytes` (stores) or `group_bytes` (loads); up to
+`threads_per_tier` of them are in flight. A store is reserve, write, publish; a load is read, then
+verification of every block's checksum.
 """
 
 from __future__ import annotations
@@ -76,14 +76,16 @@ class Hops:
             store_deadline=WAIT_SECONDS,
             store_queue_bytes=batch.total_bytes,
         )
-        self.group_bytes = group_bytes or self.limits.group_bytes
+        self.load_bytes = group_bytes or self.limits.group_bytes
+        self.store_bytes = group_bytes or self.limits.behind_bytes
         self.threads = threads = threads or self.limits.threads_per_tier
         self.batch, self.store = batch, store
         self.keys = keys_of(batch)
         self._spec = spec
         slot_bytes = -(-batch.block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.pool = HostBlockPool(copies * batch.blocks, 0, slot_bytes)
-        self._group = max(1, self.group_bytes // slot_bytes)
+        self._load_group = max(1, self.load_bytes // slot_bytes)
+        self._store_group = max(1, self.store_bytes // slot_bytes)
         self._generations = [0] * copies
         self._turn = 0
         self._loop = LoopThread("bench-engine")
@@ -149,7 +151,7 @@ class Hops:
                 CpuSpec(tuple(slots[i] for i in part)), self._spec(TIER, keys), keys
             )
 
-        self._run(self._store_hop, spec)
+        self._run(self._store_hop, spec, self._store_group)
 
     def load(self, *, verified: bool = True) -> None:
         """Load all blocks into the same slots, under a younger generation, and verify them."""
@@ -161,7 +163,7 @@ class Hops:
                 self._spec(TIER, keys), CpuSpec(tuple(slots[i] for i in part)), keys
             )
 
-        self._run(self._load_hop, spec, verified=verified)
+        self._run(self._load_hop, spec, self._load_group, verified=verified)
 
     def load_unverified(self) -> None:
         """Load all blocks as the handler does it, without what the engine does afterwards."""
@@ -180,6 +182,7 @@ class Hops:
         self,
         hop: LiveHop,
         spec: Callable[[Sequence[int]], TransferSpec[Any, Any]],
+        group: int,
         *,
         verified: bool = True,
     ) -> None:
@@ -197,7 +200,7 @@ class Hops:
                 hop.permits.give()
 
         async def all_groups() -> list[HopResult]:
-            groups = groups_of(self.batch.blocks, self._group)
+            groups = groups_of(self.batch.blocks, group)
             return await asyncio.gather(*(move(tuple(part)) for part in groups))
 
         future = asyncio.run_coroutine_threadsafe(all_groups(), self._loop.loop)

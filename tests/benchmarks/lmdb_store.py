@@ -111,7 +111,8 @@ def run(options: argparse.Namespace, batch: Batch, directory: Path) -> Result:
     notes = {
         "tier": ", ".join(f"{name} {value}" for name, value in modes.items()),
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "not set"),
-        "threads": f"{hops.threads} calls at once, groups of {hops.group_bytes // KIB} KiB",
+        "threads": f"{hops.threads} calls at once, groups of "
+        f"{hops.store_bytes // KIB} KiB stored, {hops.load_bytes // KIB} KiB loaded",
     }
     floor = FLOOR if modes["writemap"] == "on" else None
     memcpy = "memcpy (np.copyto)"

@@ -84,7 +84,8 @@ def run(options: argparse.Namespace, batch: Batch, directory: Path) -> Result:
             peer.check()
         notes = {
             "tier": ", ".join(f"{name} {value}" for name, value in modes.items()),
-            "threads": f"{options.threads}, groups of {hops.group_bytes // KIB} KiB",
+            "threads": f"{options.threads}, groups of "
+            f"{hops.store_bytes // KIB} KiB stored, {hops.load_bytes // KIB} KiB loaded",
         }
         if peer is not None:
             notes["vLLM's tier"] = (

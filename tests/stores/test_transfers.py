@@ -177,6 +177,7 @@ class Rig:
                 store_queue_bytes=2**30,
                 write_behind_share=1.0,
                 group_bytes=self.group_blocks * geometry.slot_bytes,
+                behind_bytes=self.group_blocks * geometry.slot_bytes,
                 threads_per_tier=2,
             ),
             stats=self.stats,

@@ -128,6 +128,7 @@ class Rig:
                 store_queue_bytes=self.store_queue_blocks * BLOCK_BYTES,
                 write_behind_share=self.share,
                 group_bytes=self.group_blocks * SLOT_BYTES,
+                behind_bytes=self.group_blocks * SLOT_BYTES,
                 threads_per_tier=self.threads,
                 retry_after=self.retry_after,
             ),

@@ -173,7 +173,7 @@ class WriteBehind:
         start = 0
         while start < len(taken):
             end, size = start + 1, sizes[start]
-            while end < len(taken) and size + sizes[end] <= self._limits.group_bytes:
+            while end < len(taken) and size + sizes[end] <= self._limits.behind_bytes:
                 size += sizes[end]
                 end += 1
             groups.append(_Group(active, part.take(taken[start:end]), hop, hold, size))

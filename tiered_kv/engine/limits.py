@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GROUP_BYTES", "EngineLimits"]
+__all__ = ["BEHIND_BYTES", "GROUP_BYTES", "EngineLimits"]
 
 GROUP_BYTES = 4 * 2**20
 """About how many bytes one handler call moves, unless a limit says otherwise."""
+
+BEHIND_BYTES = 16 * 2**20
+"""The same for write-behind: a store's transaction and flushes then serve more blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class EngineLimits:
     """Share of the host tier's slots that write-behind may hold."""
     group_bytes: int = GROUP_BYTES
     """About how many bytes one handler call moves; at least one block."""
+    behind_bytes: int = BEHIND_BYTES
+    """The same for write-behind, which nobody waits for."""
     threads_per_tier: int = 4
     """Blocking calls at once, per tier and direction; direct hops have as many of their own."""
     retry_after: float = 5.0
@@ -41,7 +46,7 @@ class EngineLimits:
             raise ValueError("deadlines must be above 0 seconds")
         if not 0 <= self.write_behind_share <= 1:
             raise ValueError(f"write_behind_share {self.write_behind_share} is not in 0..1")
-        if min(self.group_bytes, self.threads_per_tier) < 1 or self.store_queue_bytes < 0:
-            raise ValueError(
-                "group_bytes and threads_per_tier must be at least 1, store_queue_bytes at least 0"
-            )
+        if min(self.group_bytes, self.behind_bytes, self.threads_per_tier) < 1:
+            raise ValueError("group_bytes, behind_bytes and threads_per_tier must be at least 1")
+        if self.store_queue_bytes < 0:
+            raise ValueError("store_queue_bytes must be at least 0")
