@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -584,6 +585,7 @@ class Rank:
 
     rig_folder: Path
     rank: int
+    threads: int = 4
     stats: StatsRecorder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -609,7 +611,13 @@ class Rank:
             geometry=geometry,
             memory=self.pool,
             tiers={"ssd": NvmeSpec},
-            limits=EngineLimits(PATIENCE, PATIENCE, 64 * MIB, group_bytes=4 * geometry.slot_bytes),
+            limits=EngineLimits(
+                PATIENCE,
+                PATIENCE,
+                64 * MIB,
+                group_bytes=4 * geometry.slot_bytes,
+                threads_per_tier=self.threads,
+            ),
             stats=self.stats,
             caches=self.caches,
         )
@@ -675,6 +683,44 @@ def through_the_engine(folder: Path, driver: FakeCudaDriver | None) -> Mapping[s
     return hops
 
 
+def fails_over(folder: Path, driver: FakeCudaDriver | None) -> Mapping[str, object]:
+    """The device path breaks between two groups of a load: the first came directly, the others
+    come by way of host memory, and the job ends right."""
+    count = 12
+    keys = tuple(key(i) for i in range(count))
+    everywhere = Part(NvmeSpec("ssd", keys), tuple(range(count)))
+    ranks = [Rank(folder, 0, threads=1), Rank(folder, 1, threads=1)]
+    original = ranks[0].content(0, count)
+    for rank in ranks:
+        source = GpuSpec(tuple(rank.block(i) for i in range(count)))
+        job = StoreJob(JobId(1), "request", keys, source, StoreTargets(None, (everywhere,)))
+        assert rank.run(job).ok
+    rank = ranks[0]
+    for tensor in rank.caches.tensors:
+        tensor[4 * count :] = 0
+    target = GpuSpec(tuple(rank.block(count + i) for i in range(count)))
+    load = LoadJob(JobId(2), "request", keys, Parts((everywhere,)), target)
+    with ExitStack() as broken:
+        with the(driver).hold(*COPIES) as held:
+            rank.engine.submit(load)
+            assert held.entered.wait(PATIENCE)
+            broken.enter_context(the(driver).fail(*COPIES))
+        assert not rank.engine.wait([load.id], PATIENCE)
+    [result] = rank.engine.finished()
+    assert result.ok, result
+    assert rank.content(count, count) == original
+    snapshot = rank.stats.snapshot()
+    directly = snapshot.hop("nvme", "gpu", "ssd").bytes
+    by_host = snapshot.hop("nvme", "cpu", "ssd").bytes
+    healthy, why = rank.engine.health()["ssd"]
+    for rank in ranks:
+        rank.close()
+    assert directly > 0
+    assert by_host > 0
+    assert directly + by_host == sum(map(len, original))
+    return {"directly": directly, "by way of host memory": by_host, "loads": healthy, "why": why}
+
+
 def settings_decide(folder: Path, driver: FakeCudaDriver | None) -> Mapping[str, object]:
     """`off` is off; `auto` waits for GDS, and for a CUDA device."""
     said: dict[str, str] = {}
@@ -714,6 +760,7 @@ SCENARIOS: dict[str, Any] = {
         crowded,
         held,
         through_the_engine,
+        fails_over,
         settings_decide,
     )
 }

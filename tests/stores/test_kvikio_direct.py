@@ -23,7 +23,11 @@ def test_blocks_go_directly(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "name", ["rotten", "given_up", "hung", "closing", "failing", "cut_off", "changed", "held"]
+    "name",
+    [
+        *("rotten", "given_up", "hung", "closing", "failing", "cut_off", "changed", "held"),
+        "fails_over",
+    ],
 )
 def test_a_fault_costs_at_most_a_miss(name: str, tmp_path: Path) -> None:
     result = run_scenario(MODULE, name, tmp_path)
