@@ -408,7 +408,7 @@ def test_a_pool_beyond_its_control_group_is_refused_with_the_sum(
     with pytest.raises(ConfigError) as caught:
         HostBlockPool(6, 1, MIB)
     for part in (
-        "the control group /work/box (memory.max) has 6,291,456 bytes (6MiB) left",
+        "the control group /serving/box (memory.max) has 6,291,456 bytes (6MiB) left",
         "limit 67,108,864 bytes (64MiB) - in use 62,914,560 bytes (60MiB)",
         " + file cache 2,097,152 bytes (2MiB)",
     ):
@@ -420,23 +420,23 @@ STAT_V1 = f"active_file 1\ntotal_active_file {MIB}\ntotal_inactive_file {MIB}\n"
 
 
 def control_group(root: Path, *, version: int, namespace: str = "/") -> Path:
-    """The files of a machine with 1 GiB, whose process is in /work/box; the folder of the group.
+    """The files of a machine with 1 GiB, whose process is in /serving/box; the folder of the group.
     `namespace` is what the mount shows of the hierarchy."""
     proc = root / "proc" / "self"
     proc.mkdir(parents=True)
     (root / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  1048576 kB\n")
     if version == 2:
-        (proc / "cgroup").write_text("0::/work/box\n")
+        (proc / "cgroup").write_text("0::/serving/box\n")
         mount, kind, options = "/sys/fs/cgroup", "cgroup2", "rw"
     else:
-        (proc / "cgroup").write_text("7:cpu:/elsewhere\n4:blkio,memory:/work/box\n0::/\n")
+        (proc / "cgroup").write_text("7:cpu:/elsewhere\n4:blkio,memory:/serving/box\n0::/\n")
         mount, kind, options = "/sys/fs/cgroup/memory", "cgroup", "rw,memory"
     (proc / "mountinfo").write_text(
         "22 1 8:1 / / rw shared:1 - ext4 /dev/root rw\n"
         "30 22 0:26 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
         f"35 22 0:32 {namespace} {mount} rw,relatime shared:9 - {kind} {kind} {options}\n"
     )
-    seen = "work/box".removeprefix(namespace.strip("/")).strip("/")
+    seen = "serving/box".removeprefix(namespace.strip("/")).strip("/")
     group = root / mount.lstrip("/") / seen
     group.mkdir(parents=True)
     return group
@@ -455,7 +455,7 @@ class TestRoom:
         machine, above = memory_rooms(tmp_path)
         assert machine == MemoryRoom("host memory", GIB, "MemAvailable of /proc/meminfo")
         assert (above.place, above.free_bytes) == (
-            "the control group /work (memory.max)",
+            "the control group /serving (memory.max)",
             40 * MIB,
         )
         assert host_memory(tmp_path) == above
@@ -467,11 +467,11 @@ class TestRoom:
         files = {"memory.limit_in_bytes": 30 * MIB, "memory.usage_in_bytes": 29 * MIB}
         write(group, {**files, "memory.stat": STAT_V1})
         _, room = memory_rooms(tmp_path)
-        assert room.place == "the control group /work/box (memory.limit_in_bytes)"
+        assert room.place == "the control group /serving/box (memory.limit_in_bytes)"
         assert room.free_bytes == 3 * MIB
 
     def test_a_group_that_is_mounted_from_its_own_folder_on(self, tmp_path: Path) -> None:
-        group = control_group(tmp_path, version=2, namespace="/work/box")
+        group = control_group(tmp_path, version=2, namespace="/serving/box")
         write(group, {"memory.max": 5 * MIB, "memory.current": 6 * MIB})
         _, room = memory_rooms(tmp_path)
         assert room.place == "the control group / (memory.max)"
