@@ -35,8 +35,8 @@ class LmdbSettings(TierSettings, frozen=True):
     )
     writemap: Literal["off", "auto"] = Field(
         default="off",
-        description="auto: blocks are copied straight into the file's map, about three times as "
-        "fast; the capacity is then taken from the disk at once. In effect on ext4 and xfs with "
+        description="auto: blocks are copied straight into the file's map, which is faster; "
+        "the capacity is then taken from the disk at once. In effect on ext4 and xfs with "
         "`durability: none` where min_free stays free, else off; `check` shows it.",
     )
     access: Literal["read_write", "read"] = Field(

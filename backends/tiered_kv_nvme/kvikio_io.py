@@ -299,8 +299,7 @@ class _Flight:
         """Wait for the end; what went wrong, or None."""
         try:
             count = self._future.get()
-        # Whatever comes out of C++: the calls beside this one must be waited for all the same.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - C++ raises anything; the calls beside go on
             return of_kvikio(error)
         finally:
             self._held = None
@@ -331,7 +330,7 @@ def run(files: KvikioFiles, moves: Sequence[Move], *, writing: bool) -> dict[int
                 flying.append((place, _Flight(files.of(move.fd), move, writing=writing)))
             except OSError as error:
                 failed[place] = error
-            except Exception as error:  # noqa: BLE001 - as in `land`
+            except Exception as error:  # noqa: BLE001 - C++ raises anything; others fly
                 failed[place] = of_kvikio(error)
     finally:
         while flying:

@@ -81,6 +81,7 @@ class TestAnswersOkWithoutBytes(StoreToCpu):
             for slot, was in zip(spec.dst.slots, kept, strict=True):
                 bound = self._memory.view(slot)
                 if bound is not None:
+                    # Spoils the pool itself, of which handlers see a protocol without arrays.
                     self._memory.as_array(slot.number)[:] = bytearray(was)  # type: ignore[attr-defined]
             return result
 
@@ -122,10 +123,12 @@ class TestBindsAChecksumOfItsOwn(StoreToCpu):
 
                 @staticmethod
                 def bind(slot: Any, checksum: BlockChecksum) -> bool:
+                    # Spoils the pool itself, of which handlers see a protocol without arrays.
                     data = memory.as_array(slot.number)[: checksum.length]  # type: ignore[attr-defined]
                     anew = BlockChecksum.capture(self.keys[slot], rank, memoryview(data))
                     return memory.bind(slot, anew)
 
+            # Stands in with the methods that are called, not with the whole protocol.
             self._memory = Anew  # type: ignore[assignment]
 
         def _get(self, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
@@ -140,6 +143,7 @@ class TestWritesForeignSlots(StoreToCpu):
     class handler(StoreToCpuHandler):
         def _get(self, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
             for slot in spec.dst.slots:
+                # Spoils the pool itself, of which handlers see a protocol without arrays.
                 self._memory.as_array(slot.number)[:100] = 0  # type: ignore[attr-defined]
             return super()._get(spec)
 
@@ -195,6 +199,7 @@ class TestLeaksPlacesWhenAStepFails(CpuToStore):
                 def abandon(places: list[Place]) -> None:
                     pass
 
+            # Stands in with the methods that are called, not with the whole protocol.
             self._store = Leaking  # type: ignore[assignment]
 
 

@@ -33,7 +33,7 @@ def caches_on_device(blocks: int, page: int, layers: int) -> KVCaches:
 
 def keep_busy() -> None:
     """Give the current stream something to do."""
-    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]  # torch's
 
 
 def block_bytes(caches: KVCaches, number: int) -> bytes:
@@ -45,7 +45,7 @@ class TestDevice:
         device = device_of(DEVICE)
         assert device is not None
         target = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        engine, lane = torch.cuda.Stream(DEVICE), device.lane()  # type: ignore[no-untyped-call]
+        engine, lane = torch.cuda.Stream(DEVICE), device.lane()  # type: ignore[no-untyped-call]  # torch's
         with torch.cuda.stream(engine):
             keep_busy()
             target.fill_(7)
@@ -127,7 +127,7 @@ class TestStaging:
     def test_copies_come_after_the_engines_work(self) -> None:
         caches = caches_on_device(64, 40_000, 3)
         staging = make_staging(caches, geometry_of(caches, [2]), 4 << 20)
-        engine = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
+        engine = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]  # torch's
         with torch.cuda.stream(engine):
             keep_busy()
             caches.tensors[0][5].fill_(3)
@@ -162,7 +162,7 @@ class TestHandlers:
         assert store.modes()["copy"] == load.modes()["copy"] == mode
         ids = np.random.default_rng(3).permutation(256)[:96].tolist()
         keys, slots = tuple(keys_of(96)), tuple(slots_of(96))
-        engine = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
+        engine = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]  # torch's
         with torch.cuda.stream(engine):
             keep_busy()
             for tensor in caches.tensors:

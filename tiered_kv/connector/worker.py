@@ -157,7 +157,6 @@ class WorkerConnector:
         # One for each tier that is read from, and one for stores: none can starve another then.
         staging_slots = max(1 + max(1, len(plan.tiers)), plan.staging_bytes // slot_bytes)
         self._geometry = geometry
-        self._caches = caches
         device = device_of(caches.device)
         self._pool = HostBlockPool(
             self._tier_slots,

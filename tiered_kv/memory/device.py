@@ -176,14 +176,14 @@ class CudaDevice:
 
 
 def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
 
 
 class _CudaMark:
     """An event. Waiting for it sleeps, instead of spinning on a processor that the engine needs."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's
         self.event.record(stream)
 
     def wait(self) -> None:
@@ -194,7 +194,7 @@ class _CudaLane:
     """A stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
     def after(self, mark: object) -> None:
         if not isinstance(mark, _CudaMark):
