@@ -305,6 +305,11 @@ def _shape_problems(name: str, loaded: Backend) -> Iterable[str]:
         ("settings", (), "settings() -> type[TierSettings]"),
         ("open_store", (None,), "open_store(context: StoreContext) -> BlockStore"),
         ("register", (None,), "register(registry: TransferRegistry) -> None"),
+        (
+            "open_maintenance",
+            (None,),
+            "open_maintenance(context: MaintenanceContext) -> StoreMaintenance",
+        ),
     ):
         yield from _call_problems(field, getattr(loaded, field), arguments, expected)
 

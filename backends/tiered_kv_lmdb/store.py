@@ -60,8 +60,7 @@ class LmdbStore:
             self._index = BlockIndex(
                 self._files.index,
                 context.namespace,
-                context.geometry.rank,
-                context.geometry.world_size,
+                context.geometry,
                 log_entries=min(65_536, max(1_024, settings.capacity // 2**14)),
             )
             if settings.writable:

@@ -12,7 +12,8 @@ from tiered_kv.config import format_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.values import PAGE_BYTES
 from tiered_kv_nvme.faults import translated
-from tiered_kv_nvme.segments import SEGMENT_NAME, SegmentLayout
+from tiered_kv_nvme.headers import SegmentLayout
+from tiered_kv_nvme.segments import SEGMENT_NAME
 from tiered_kv_nvme.settings import NvmeSettings
 
 __all__ = ["Budget", "disk_bytes"]

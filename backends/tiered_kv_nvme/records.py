@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from tiered_kv.index import Row
-from tiered_kv_nvme.segments import SegmentLayout
+from tiered_kv_nvme.headers import SegmentLayout
 
 __all__ = ["Extent", "Segment", "contiguous"]
 

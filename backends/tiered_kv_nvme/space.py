@@ -26,6 +26,7 @@ from typing import Final
 import numpy as np
 
 from tiered_kv.index import BlockIndex, Environment, FullKey, Owner, Row, Transaction
+from tiered_kv_nvme.headers import SegmentHeader, SegmentLayout
 from tiered_kv_nvme.records import Extent, Segment, contiguous
 from tiered_kv_nvme.reservations import (
     NONCE_BYTES,
@@ -33,7 +34,7 @@ from tiered_kv_nvme.reservations import (
     reservation_key,
     unpack_slots,
 )
-from tiered_kv_nvme.segments import SegmentFiles, SegmentHeader, SegmentLayout
+from tiered_kv_nvme.segments import SegmentFiles
 
 __all__ = ["Change", "Space"]
 

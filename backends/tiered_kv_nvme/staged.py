@@ -21,9 +21,9 @@ from tiered_kv.specs import HopResult, LoadStoreSpec, TransferSpec
 from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus, ChecksumKind
 from tiered_kv_nvme.engines import kvikio_for_gpu
 from tiered_kv_nvme.faults import OUT_OF_SPACE, translate
+from tiered_kv_nvme.headers import round_up
 from tiered_kv_nvme.kvikio_io import Move, probe, run
 from tiered_kv_nvme.reading import Found
-from tiered_kv_nvme.segments import round_up
 from tiered_kv_nvme.store import NvmeStore
 from tiered_kv_nvme.writing import Spot
 

@@ -15,11 +15,12 @@ from tiered_kv.values import PAGE_BYTES, BlockKey
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.directory import INDEX, prepare, probe, sweep, wipe
 from tiered_kv_nvme.engines import direct_mode, engine_for
+from tiered_kv_nvme.headers import round_up
 from tiered_kv_nvme.kvikio_io import KvikioFiles
 from tiered_kv_nvme.plan import Piece, flat, plan
 from tiered_kv_nvme.reading import Reader, Reading
 from tiered_kv_nvme.room import RoomMaker
-from tiered_kv_nvme.segments import SegmentFiles, round_up
+from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.space import Space
 from tiered_kv_nvme.writing import Spot, Writer
@@ -86,8 +87,7 @@ class NvmeStore:
             self._index = BlockIndex(
                 self._environment,
                 context.namespace,
-                context.geometry.rank,
-                context.geometry.world_size,
+                context.geometry,
                 log_entries=self._budget.log_entries,
             )
             self._budget.measure()

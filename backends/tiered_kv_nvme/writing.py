@@ -16,10 +16,11 @@ from tiered_kv.values import PAGE_BYTES, BlockKey
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.faults import translate
 from tiered_kv_nvme.groups import Group, GroupIo
+from tiered_kv_nvme.headers import SegmentLayout, pack_entry, round_up
 from tiered_kv_nvme.plan import Piece, anonymous, flat, plan
 from tiered_kv_nvme.records import Extent
 from tiered_kv_nvme.room import RoomMaker
-from tiered_kv_nvme.segments import Leased, SegmentFiles, SegmentLayout, pack_entry, round_up
+from tiered_kv_nvme.segments import Leased, SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.space import Space
 

@@ -30,8 +30,8 @@ from tiered_kv.testing.conformance.blocks import (
 )
 from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus
 from tiered_kv_nvme import kvikio_io
+from tiered_kv_nvme.headers import SlotEntry
 from tiered_kv_nvme.kvikio_io import Kvikio
-from tiered_kv_nvme.segments import SlotEntry
 
 if TYPE_CHECKING:
     from tests.fakes.cuda_driver import FakeCudaDriver

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.index import BlockIndex, Environment, FullKey, Row
+from tiered_kv.index import BlockIndex, Environment, FullKey, Holdings, Row
 from tiered_kv.index.keyset import KeySet
 from tiered_kv.testing.conformance.blocks import NAMESPACE, OTHER_NAMESPACE, key, keys
-from tiered_kv.values import BlockKey, Namespace
+from tiered_kv.values import BlockKey, CacheGeometry, GroupGeometry, Namespace
 
 
 @pytest.fixture
@@ -29,7 +29,8 @@ def make_index(
     world_size: int = 1,
     log_entries: int = 65_536,
 ) -> BlockIndex:
-    return BlockIndex(environment, namespace, rank, world_size, log_entries=log_entries)
+    geometry = CacheGeometry((GroupGeometry(0, 4096, 1, 16),), rank, world_size)
+    return BlockIndex(environment, namespace, geometry, log_entries=log_entries)
 
 
 def row(number: int, slot_class: int = 0, rank: int = 0) -> Row:
@@ -130,12 +131,47 @@ def test_other_namespaces_blocks_can_be_removed(environment: Environment) -> Non
     assert mine.contains(keys([1])) == [True]
 
 
-def test_the_namespace_is_noted_for_people(environment: Environment) -> None:
+def test_what_lies_there_is_told_without_an_engine(environment: Environment) -> None:
+    mine = make_index(environment, world_size=2)
+    theirs = make_index(environment, OTHER_NAMESPACE)
+    with environment.write() as txn:
+        mine.publish(txn, [(key(1), row(1)), (key(2), row(2))])  # one rank of two
+        theirs.publish(txn, [(key(1), row(3))])
+    holdings = Holdings.of(environment)
+    found = {one.namespace: one for one in holdings.namespaces({NAMESPACE.id})}
+    assert found.keys() == {NAMESPACE, OTHER_NAMESPACE}
+    half, whole = found[NAMESPACE], found[OTHER_NAMESPACE]
+    assert (half.blocks, half.used_bytes, half.in_use) == (0, 4097 + 4098, True)
+    assert (whole.blocks, whole.used_bytes, whole.in_use) == (1, 4099, False)
+    assert (half.geometry.world_size, whole.geometry.world_size) == (2, 1)
+    assert half.geometry.groups == (GroupGeometry(0, 4096, 1, 16),)
+
+
+def test_all_blocks_of_a_namespace_can_be_forgotten(environment: Environment) -> None:
+    index, other = make_index(environment, world_size=2), make_index(environment, OTHER_NAMESPACE)
+    with environment.write() as txn:
+        index.publish(txn, [(key(n), row(n)) for n in range(5)])
+        other.publish(txn, [(key(1), row(9))])
+    holdings = Holdings.of(environment)
+    with environment.write() as txn:
+        first = holdings.blocks(txn, NAMESPACE.id, 3)
+        assert len(first) == 3
+        assert len(holdings.index.remove(txn, first)) == 3
+        rest = holdings.blocks(txn, NAMESPACE.id, 3)
+        assert len(holdings.index.remove(txn, rest)) == 2
+        holdings.forget(txn, NAMESPACE.id)
+    assert [one.namespace for one in holdings.namespaces(())] == [OTHER_NAMESPACE]
+    assert list(other.scan()) == [key(1)]
+
+
+def test_a_damaged_note_of_a_namespace_is_left_out(environment: Environment) -> None:
     make_index(environment)
-    with environment.read() as txn:
-        name = b"namespace:" + NAMESPACE.id.hex().encode()
-        text = txn.get(name, b"", db=environment.database("meta"))
-    assert b'"model": "tests/tiny"' in text
+    make_index(environment, OTHER_NAMESPACE)
+    meta = environment.database("meta")
+    with environment.write() as txn:
+        txn.put(b"namespace:" + NAMESPACE.id.hex().encode(), b'{"fields": 3}', db=meta)
+    found = Holdings.of(environment).namespaces(())
+    assert [one.namespace for one in found] == [OTHER_NAMESPACE]
 
 
 def test_keys_of_every_length_are_apart(environment: Environment) -> None:

@@ -29,7 +29,7 @@ from tiered_kv.testing.conformance.blocks import (
 )
 from tiered_kv.testing.conformance.children import run_until_stage
 from tiered_kv.values import PAGE_BYTES
-from tiered_kv_nvme.segments import SegmentHeader, SlotEntry
+from tiered_kv_nvme.headers import SegmentHeader, SlotEntry
 
 
 def reserve_and_die(arguments: StoreArguments, count: int) -> None:

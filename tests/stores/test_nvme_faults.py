@@ -38,8 +38,9 @@ from tiered_kv.testing.conformance.blocks import (
 from tiered_kv.values import FORMAT_VERSION, BlockStatus
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.groups import EndOfFile, Group
+from tiered_kv_nvme.headers import MAGIC
 from tiered_kv_nvme.posix import DirectMode, PosixIo, probe_direct
-from tiered_kv_nvme.segments import MAGIC, SegmentFiles
+from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.space import Space
 from tiered_kv_nvme.writing import Writer
 
@@ -397,7 +398,7 @@ def test_room_of_a_write_that_was_given_up_is_free_when_it_has_ended(
     environment = Environment.open(
         arguments.path / "index", kind="nvme", tier="ssd", max_bytes=4 * MIB, writable=True
     )
-    index = BlockIndex(environment, arguments.namespace, 0, 1)
+    index = BlockIndex(environment, arguments.namespace, arguments.geometry)
     space = Space(environment, index, files, arguments.namespace.id)
     io = HeldIo(0)
     budget = Budget(

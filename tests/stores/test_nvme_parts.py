@@ -19,9 +19,9 @@ from tiered_kv.index import Environment
 from tiered_kv.testing.conformance.blocks import StoreArguments, assert_held, disk_bytes, get, put
 from tiered_kv.values import PAGE_BYTES, BlockStatus
 from tiered_kv_nvme import NvmeSpec, backend
+from tiered_kv_nvme.headers import SegmentLayout, round_up
 from tiered_kv_nvme.plan import GROUP_BYTES, IOV_MAX, Piece, plan
 from tiered_kv_nvme.records import Segment, contiguous
-from tiered_kv_nvme.segments import SegmentLayout, round_up
 from tiered_kv_nvme.settings import NvmeSettings
 
 

@@ -8,6 +8,12 @@ from tiered_kv.contracts.handler import (
     HostMemory,
     TransferHandler,
 )
+from tiered_kv.contracts.maintenance import (
+    MaintenanceContext,
+    Reconciliation,
+    StoredNamespace,
+    StoreMaintenance,
+)
 from tiered_kv.contracts.policy import EvictionPolicy
 from tiered_kv.contracts.store import (
     BlockStore,
@@ -29,10 +35,14 @@ __all__ = [
     "HandlerContext",
     "HandlerFactory",
     "HostMemory",
+    "MaintenanceContext",
     "NewBlock",
     "Place",
     "ReadResult",
+    "Reconciliation",
     "StoreContext",
+    "StoreMaintenance",
     "StoreStat",
+    "StoredNamespace",
     "TransferHandler",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tiered_kv.contracts.maintenance import MaintenanceContext, StoreMaintenance
 from tiered_kv.contracts.store import BlockStore
 from tiered_kv.specs import KeySpec
 from tiered_kv.values import CacheGeometry, Medium, Namespace
@@ -56,5 +57,8 @@ class Backend:
     open_store: Callable[[StoreContext], BlockStore] | None = None
     register: Callable[[Any], None] | None = None
     """Called with the `TransferRegistry`; registers the backend's own handlers."""
+    open_maintenance: Callable[[MaintenanceContext], StoreMaintenance] | None = None
+    """Opens what looks after all namespaces of a tier at once; without it, `ls`, `stat`, `verify`
+    and `gc` cannot say what the tier holds."""
     requires: tuple[tuple[str, str], ...] = ()
     """(importable module, what to install) pairs."""

@@ -13,6 +13,7 @@ from tiered_kv.index.environment import (
     Environment,
     Transaction,
 )
+from tiered_kv.index.holdings import Holdings
 from tiered_kv.index.mirror import Mirror
 from tiered_kv.index.owners import Owner
 from tiered_kv.index.records import Row
@@ -26,6 +27,7 @@ __all__ = [
     "Durability",
     "Environment",
     "FullKey",
+    "Holdings",
     "Mirror",
     "OutOfPages",
     "Owner",

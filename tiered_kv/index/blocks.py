@@ -14,7 +14,6 @@ Databases of the environment (numbers are big-endian, so that they sort):
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -23,10 +22,11 @@ from dataclasses import dataclass, replace
 from typing import NewType
 
 from tiered_kv.contracts import ChangeBatch
+from tiered_kv.index import namespaces
 from tiered_kv.index.environment import BufferTransaction, Environment, Transaction
 from tiered_kv.index.log import ChangeLog, Counters, number_bytes
 from tiered_kv.index.records import BlockRecord, ClassRecord, Row
-from tiered_kv.values import BlockKey, Namespace
+from tiered_kv.values import BlockKey, CacheGeometry, Namespace
 
 __all__ = ["BlockIndex", "FullKey", "SlotClass"]
 
@@ -59,7 +59,7 @@ class SlotClass:
 
 
 class BlockIndex:
-    """All blocks of one tier, bound to one namespace, rank and world size for plain keys.
+    """All blocks of one tier, bound to one namespace, and a rank of its ranks, for plain keys.
 
     Thread-safe, as far as transactions are: each belongs to the thread that began it. Methods that
     take no `txn` begin their own and must not be called inside a write transaction.
@@ -69,18 +69,20 @@ class BlockIndex:
         self,
         environment: Environment,
         namespace: Namespace,
-        rank: int,
-        world_size: int,
+        geometry: CacheGeometry,
         *,
         log_entries: int = 65_536,
+        listed: bool = True,
     ) -> None:
-        """`log_entries` is the most the change log keeps. Records the namespace's fingerprint
-        fields for people and `verify`."""
+        """`log_entries` is the most the change log keeps. Records the namespace and what its
+        blocks are, for tools that have no engine; not with `listed=False`, where no block of it
+        will be stored."""
         self._environment = environment
         self._namespace = namespace
+        self._geometry = geometry
         self._prefix = namespace.id
-        self._rank = rank.to_bytes(_RANK_BYTES, "big")
-        self._world_size = world_size
+        self._rank = geometry.rank.to_bytes(_RANK_BYTES, "big")
+        self._world_size = geometry.world_size
         self._meta = environment.database("meta")
         self._rows = environment.database("rows")
         self._blocks = environment.database("blocks")
@@ -92,19 +94,17 @@ class BlockIndex:
         self._touched: dict[FullKey, None] = {}
         self._flushed = time.monotonic()
         self._damaged: set[FullKey] = set()
-        if environment.writable:
+        if environment.writable and listed:
             self._introduce()
 
     def _introduce(self) -> None:
         """Note the namespace, and where the log begins."""
-        name = b"namespace:" + self._prefix.hex().encode()
+        what = (self._meta, self._namespace, self._geometry)
         with self._environment.read() as txn:
-            known = txn.get(name, db=self._meta) and self._log.begun(txn)
+            known = namespaces.is_noted(txn, *what) and self._log.begun(txn)
         if not known:
-            fields = dict(self._namespace.fingerprint.fields)
-            record = {"fields": fields, "epoch": self._namespace.epoch.hex()}
             with self._environment.write() as txn:
-                txn.put(name, json.dumps(record).encode(), db=self._meta)
+                namespaces.note(txn, *what)
                 self._log.begin(txn)
 
     def full_keys(self, keys: Iterable[BlockKey]) -> list[FullKey]:
