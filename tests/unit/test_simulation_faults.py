@@ -79,7 +79,7 @@ def test_f1_one_failing_rank_of_two_fails_the_load() -> None:
         # The other rank finds its own part whole, or the row already dropped by this one.
         assert sim.counts.failed_blocks["corrupt"] == 1
         assert set(sim.counts.failed_blocks) <= {"corrupt", "missing"}
-        assert sim.counts.loaded_blocks == 0
+        assert not sim.counts.loaded_blocks
         assert sim.counts.recomputes == 1
         assert sim.audit() == ()
 
