@@ -14,6 +14,7 @@ TieredKVError
 ├── Miss                   treat the block as not there
 │   ├── BlockMissing
 │   └── BlockCorrupt
+├── ArchiveError           a file of exported blocks that is cut off or damaged: get it anew
 └── TierError              the tier is to be avoided until it works again
 ```
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 from pathlib import Path
 
 __all__ = [
+    "ArchiveError",
     "BlockCorrupt",
     "BlockMissing",
     "ConfigError",
@@ -116,6 +118,10 @@ class BlockMissing(Miss):
 
 class BlockCorrupt(Miss):
     """The stored bytes are not the bytes that were captured."""
+
+
+class ArchiveError(TieredKVError):
+    """A file of exported blocks is cut off or damaged, or cannot be read or written."""
 
 
 class TierError(TieredKVError):

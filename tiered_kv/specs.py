@@ -177,6 +177,10 @@ class TransferSpec(Generic[Src, Dst]):
     """What the engine's device had been given to do when the job was submitted, as
     `tiered_kv.memory.KVCaches.fence` made it. Copies that read or write the engine's cache are
     ordered after it on the device. None: nothing to wait for."""
+    compared: bool = field(default=False, compare=False, repr=False)
+    """The blocks came from a tier that is not to be verified at every load, and were compared with
+    their checksums as far as it is: a handler that writes to the engine's cache then compares their
+    lengths alone."""
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -43,7 +43,7 @@ Medium = NewType("Medium", str)
 GPU = Medium("gpu")
 CPU = Medium("cpu")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of what is written to disk. It is part of every fingerprint."""
 
 PAGE_BYTES = 4096

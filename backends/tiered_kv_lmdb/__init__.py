@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tiered_kv.contracts import API_VERSION, Backend, BlockStore, StoreContext
+from tiered_kv.contracts import (
+    API_VERSION,
+    Backend,
+    BlockStore,
+    MaintenanceContext,
+    StoreContext,
+    StoreMaintenance,
+)
 from tiered_kv.specs import KeySpec
 from tiered_kv.values import Medium
 
@@ -38,6 +45,12 @@ def _open_store(context: StoreContext) -> BlockStore:
     return LmdbStore(context)
 
 
+def _open_maintenance(context: MaintenanceContext) -> StoreMaintenance:
+    from tiered_kv_lmdb.maintenance import LmdbMaintenance  # noqa: PLC0415 - imports lmdb
+
+    return LmdbMaintenance(context)
+
+
 backend = Backend(
     name="lmdb",
     medium=LmdbSpec.medium,
@@ -47,5 +60,6 @@ backend = Backend(
     settings=_settings,
     spec=LmdbSpec,
     open_store=_open_store,
+    open_maintenance=_open_maintenance,
     requires=(("lmdb", "lmdb>=3,<4"),),
 )

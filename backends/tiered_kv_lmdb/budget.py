@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from tiered_kv.contracts import NewBlock
 from tiered_kv.errors import NoSpace
 from tiered_kv.index import BlockIndex, OutOfPages, Row, Transaction
-from tiered_kv_lmdb.files import Space, TierFiles, value_bytes
-from tiered_kv_lmdb.ledger import Ledger
+from tiered_kv_lmdb.files import HEAD_BYTES, Space, TierFiles, value_bytes
+from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger
 
-__all__ = ["Budget"]
+__all__ = ["Budget", "number_of"]
 
-_EVICT_AT_ONCE = 4
+_LISTED_FIRST, _LISTED_AT_ONCE = 8, 256
 _LEAST_EVICTED_BYTES = 65_536
 _TRIES = 3
 
 T = TypeVar("T")
+
+
+def number_of(row: Row) -> bytes:
+    """The number of a row's value; the block's head follows it."""
+    return row.location[:NUMBER_BYTES]
 
 
 class Budget:
@@ -35,8 +40,9 @@ class Budget:
         self._lock = threading.Lock()
         self._deleted: set[bytes] = set()
         """Records of the ledger whose values are deleted."""
-        self._written: set[bytes] = set()
-        """Numbers that are reserved and whose value is in the file, as far as this store wrote."""
+        self._written: dict[bytes, bytes] = {}
+        """By number that is reserved and whose value is in the file, as far as this store wrote:
+        the block's head."""
         self._evicted = 0
 
     @property
@@ -52,17 +58,27 @@ class Budget:
     def rooms(self, blocks: Sequence[NewBlock]) -> list[int]:
         """Bytes that the values of these blocks take in the file."""
         page_bytes = self._files.values.page_bytes
-        return [value_bytes(block.checksum.length, page_bytes) for block in blocks]
+        lengths = [block.checksum.length for block in blocks]
+        rooms = {length: value_bytes(length, page_bytes) for length in set(lengths)}
+        return [rooms[length] for length in lengths]
 
-    def all_written(self, numbers: Collection[bytes]) -> bool:
-        """Whether all of them were written and not yet settled."""
+    def heads(self, numbers: Iterable[bytes]) -> list[bytes]:
+        """The heads of blocks that were written and are not yet settled.
+
+        Raises:
+            ValueError: one was not written.
+        """
         with self._lock:
-            return self._written.issuperset(numbers)
+            try:
+                return [self._written[number] for number in numbers]
+            except KeyError:
+                raise ValueError("a place is published before it was written") from None
 
     def settled(self, numbers: Iterable[bytes]) -> None:
         """These are not reserved any more."""
         with self._lock:
-            self._written.difference_update(numbers)
+            for number in numbers:
+                self._written.pop(number, None)
 
     # --------------------------------------------------------------------------------- writing
 
@@ -86,31 +102,43 @@ class Budget:
             self._deleted -= deleted
         return result
 
-    def put(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
-        """Write (number, bytes) pairs in the order of their numbers, and delete freed values in
-        the same transaction; where LMDB runs out of pages, make room and try again."""
-        page_bytes = self._files.values.page_bytes
-        need = sum(value_bytes(memory.nbytes, page_bytes) for _, memory in items)
+    def put(self, blocks: Mapping[bytes, memoryview]) -> None:
+        """Write blocks, by number, and delete freed values in the same transaction; where LMDB
+        runs out of pages, make room and try again."""
+        items = sorted((number, memory[HEAD_BYTES:]) for number, memory in blocks.items())
         for _ in range(_TRIES - 1):
             try:
                 self._put_once(items)
-                return
+                break
             except OutOfPages:
-                self._make_room(need)
-        self._put_once(items)
+                page_bytes = self._files.values.page_bytes
+                self._make_room(sum(value_bytes(m.nbytes, page_bytes) for m in blocks.values()))
+        else:
+            self._put_once(items)
+        with self._lock:
+            for number, memory in blocks.items():
+                self._written[number] = bytes(memory[:HEAD_BYTES])
 
     def _put_once(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
         with self._files.index.read() as txn:
             freed = self._ledger.freed(txn)
         with self._files.values.write() as txn:
-            for numbers in freed.values():
-                for number in numbers:
-                    txn.delete(number, db=self._values)
+            for runs in freed.values():
+                for run in runs:
+                    for number in run.numbers():
+                        txn.delete(number, db=self._values)
             with txn.cursor(self._values) as cursor:
                 cursor.putmulti(items)
         with self._lock:
             self._deleted.update(freed)
-            self._written.update(number for number, _ in items)
+
+    def delete_freed(self) -> None:
+        """Delete values that were freed, where there are any, and forget that they were."""
+        with self._files.index.read() as txn:
+            if not self._ledger.freed(txn):
+                return
+        self._put_once([])
+        self.in_index(lambda _: None)
 
     def _make_room(self, need: int) -> None:
         """Evict twice what is needed, and let two transactions pass in both files, so that LMDB
@@ -119,14 +147,8 @@ class Budget:
         for environment in both:
             environment.clear_dead_readers()
         with suppress(NoSpace):
-            evicted, target = 0, 2 * need
             with self._files.index.write() as txn:
-                while target > 0:
-                    count, room = self._evict(txn)
-                    if count == 0:
-                        break
-                    evicted += count
-                    target -= room
+                evicted, _ = self._evict(txn, 2 * need)
             self.count_evicted(evicted)
             self._put_once([])
             for environment in both:
@@ -147,10 +169,10 @@ class Budget:
         occupied, promised = self._occupied(txn)
         index = self._files.index
         evicted = 0
-        while (
-            occupied + promised + need > limit or index.live_bytes(txn) > index.map_bytes * 3 // 4
+        while (missing := occupied + promised + need - limit) > 0 or (
+            index.live_bytes(txn) > index.map_bytes * 3 // 4
         ):
-            count, room = self._evict(txn) if need + promised <= limit else (0, 0)
+            count, room = self._evict(txn, max(1, missing)) if need + promised <= limit else (0, 0)
             if count == 0:
                 raise NoSpace(
                     f"tier {self._tier}: no room for {need} bytes: {limit} bytes may hold blocks "
@@ -161,15 +183,28 @@ class Budget:
             occupied -= room
         return evicted
 
-    def _evict(self, txn: Transaction) -> tuple[int, int]:
-        """Evict a few blocks: how many there were, and the bytes of their values."""
-        victims = self._index.oldest(txn, 0, _EVICT_AT_ONCE)
-        return len(victims), self.free(txn, self._index.remove(txn, victims))
+    def _evict(self, txn: Transaction, need: int) -> tuple[int, int]:
+        """Evict blocks until `need` bytes are freed, or none is left: how many there were, and the
+        bytes of their values."""
+        page_bytes = self._files.values.page_bytes
+        evicted, room = 0, 0
+
+        def enough(rows: Sequence[Row]) -> bool:
+            nonlocal evicted, room
+            evicted += 1
+            room += sum(value_bytes(row.checksum.length, page_bytes) for row in rows)
+            return room >= need
+
+        listed = _LISTED_FIRST
+        while room < need and (victims := self._index.oldest(txn, 0, listed)):
+            self.free(txn, self._index.remove(txn, victims, enough=enough))
+            listed = min(2 * listed, _LISTED_AT_ONCE)
+        return evicted, room
 
     def free(self, txn: Transaction, rows: Sequence[Row]) -> int:
         """Have the values of removed rows deleted; the bytes they take."""
         page_bytes = self._files.values.page_bytes
-        rooms = {row.location: value_bytes(row.checksum.length, page_bytes) for row in rows}
+        rooms = {number_of(row): value_bytes(row.checksum.length, page_bytes) for row in rows}
         self._ledger.free(txn, rooms)
         return sum(rooms.values())
 
@@ -181,8 +216,10 @@ class Budget:
         """
         reserved = self._ledger.reserved_rooms(txn)
         with self._lock:
-            written = self._written & reserved.keys()
-        freed = sum(sum(rooms.values()) for rooms in self._ledger.freed(txn).values())
+            written = self._written.keys() & reserved.keys()
+        freed = sum(
+            run.size * run.room for runs in self._ledger.freed(txn).values() for run in runs
+        )
         with self._files.values.read_buffers() as values:
             live = self._files.values.live_bytes(values)
         promised = sum(room for number, room in reserved.items() if number not in written)

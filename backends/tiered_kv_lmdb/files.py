@@ -21,19 +21,21 @@ from tiered_kv.config import MIB
 from tiered_kv.index import Environment, WriteMap, bytes_beside_data, data_bytes
 from tiered_kv_lmdb.settings import LmdbSettings
 
-__all__ = ["Space", "TierFiles", "value_bytes"]
+__all__ = ["HEAD_BYTES", "Space", "TierFiles", "value_bytes"]
 
 _VALUES = "values"
 _INDEX_SHARE = 24
 """The index takes at most this fraction (1/24) of the capacity."""
 _LEAST_INDEX_BYTES = MIB
-_VALUE_HEADER_BYTES = 16
+HEAD_BYTES = 16
+"""A block's first bytes lie in its row. LMDB puts a header of 16 bytes before a value, so the other
+bytes begin at the same place of a page as they do in memory (some processors copy at half their
+speed where they don't), and a block of whole pages takes just these."""
 
 
 def value_bytes(length: int, page_bytes: int) -> int:
-    """Bytes of the file that a value of `length` bytes takes."""
-    pages = -(-(_VALUE_HEADER_BYTES + length) // page_bytes)
-    return pages * page_bytes
+    """Bytes of the file that the value of a block of `length` bytes takes."""
+    return -(-max(length, 1) // page_bytes) * page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,11 @@ class Space:
 class TierFiles:
     """The environments of a tier's directory: `index` in it, `values` in a subdirectory."""
 
-    def __init__(self, settings: LmdbSettings, tier: str) -> None:
-        """Open the index; `open_values` has to follow. Raises as `Environment.open` does."""
+    def __init__(self, settings: LmdbSettings, tier: str, *, writable: bool | None = None) -> None:
+        """Open the index; `open_values` has to follow. `writable`: as the settings say, if it is
+        not given. Raises as `Environment.open` does."""
         self._settings = settings
+        self._writable = settings.writable if writable is None else writable
         self._tier = tier
         self.path = settings.path
         beside = bytes_beside_data(self.path, (_VALUES,)) if self.path.is_dir() else 0
@@ -80,11 +84,11 @@ class TierFiles:
             kind=kind,
             tier=self._tier,
             max_bytes=max_bytes,
-            writable=self._settings.writable,
+            writable=self._writable,
             durability=self._settings.durability,
             force=self._settings.force,
             own_budget=(_VALUES,),
-            on_empty=on_empty,
+            on_empty=lambda _: on_empty(),
             writemap=writemap,
         )
 

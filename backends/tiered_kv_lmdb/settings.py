@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from tiered_kv.config import GIB, MIB, ByteSize, Directory, SizeOrPercent, TierSettings
+from tiered_kv.config import GIB, MIB, ByteSize, Directory, SizeOrPercent, StoreSettings
 
 __all__ = ["LmdbSettings"]
 
 
-class LmdbSettings(TierSettings, frozen=True):
+class LmdbSettings(StoreSettings, frozen=True):
     """A tier of type lmdb: blocks as values of one LMDB file on a local disk."""
 
     type: Literal["lmdb"] = Field(default="lmdb", description="One LMDB file on a local disk.")

@@ -11,24 +11,31 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from tiered_kv.config import KIB
 from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreContext, StoreStat
 from tiered_kv.errors import NoSpace, RetryLater, TierError
 from tiered_kv.index import BlockIndex, BufferTransaction, Row, Transaction
 from tiered_kv.values import BlockKey, BlockStatus
-from tiered_kv_lmdb.budget import Budget
+from tiered_kv_lmdb.budget import Budget, number_of
 from tiered_kv_lmdb.files import Space, TierFiles
-from tiered_kv_lmdb.ledger import Ledger, Reserved
+from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger, Reserved
 from tiered_kv_lmdb.settings import LmdbSettings
+from tiered_kv_lmdb.users import Users
 
 __all__ = ["LmdbStore"]
 
 _MOST_VALUE_BYTES = 2**32 - 1
+_COPIED_WITH_GIL_BYTES = 128 * KIB
+"""Blocks up to this size are copied without letting go of the GIL: a copy takes less time (10 us)
+than getting it back from a thread that keeps it (up to 5 ms, at every block)."""
 _SWEEP_SECONDS = 60.0
 _SWEEP_AGAIN_SECONDS = 1.0
+
+_MISSING = ReadResult(BlockStatus.MISSING)
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +77,9 @@ class LmdbStore:
             if settings.writable:
                 self._budget = Budget(self._files, self._index, self._ledger, context.tier)
             if self._writable:
+                self._users = Users(self._files.index)
+                with self._files.index.write() as txn:
+                    self._user = self._users.enter(txn, context.namespace.id)
                 self._sweep_if_due(_SWEEP_SECONDS)
                 self._drop_orphans()
         except BaseException:
@@ -120,6 +130,12 @@ class LmdbStore:
             modes=self._files.values.modes(),
         )
 
+    def live_bytes(self) -> int:
+        """Bytes of the pages of the values' file that hold something; the others are free."""
+        self._check_open()
+        with self._files.values.read_buffers() as txn:
+            return self._files.values.live_bytes(txn)
+
     # ----------------------------------------------------------------------------------- store
 
     def reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
@@ -148,7 +164,7 @@ class LmdbStore:
             raise self._unreachable(error) from error
         places, evicted = self._budget.in_index(lambda txn: self._reserve(txn, blocks, space))
         with self._lock:
-            self._held.update(_reserved(place) for place in places if place is not None)
+            self._held.update(_reserved(place for place in places if place is not None))
         self._budget.count_evicted(evicted)
         return places
 
@@ -180,33 +196,34 @@ class LmdbStore:
                     f"{place.block.checksum.length} bytes"
                 )
         if places:
-            reserved = [_reserved(place) for place in places]
-            numbers = [one.number for one in reserved]
-            items = sorted(zip(numbers, memory, strict=True), key=lambda item: item[0])
+            reserved = _reserved(places)
             with self._files.index.read() as txn:
                 self._ledger.check_reserved(txn, reserved)
-            self._budget.put(items)
+            numbers = [number for number, _ in reserved]
+            self._budget.put(dict(zip(numbers, map(_octets, memory), strict=True)))
 
     def publish(self, places: Sequence[Place]) -> None:
         """See `BlockStore.publish`."""
         self._check_writable()
         if not places:
             return
-        reserved = [_reserved(place) for place in places]
-        if not self._budget.all_written({one.number for one in reserved}):
-            raise ValueError("a place is published before it was written")
-        self._budget.in_index(lambda txn: self._publish(txn, places, reserved))
+        reserved = _reserved(places)
+        heads = self._budget.heads([number for number, _ in reserved])
+        blocks: list[tuple[BlockKey, Row]] = []
+        for place, (number, _), head in zip(places, reserved, heads, strict=True):
+            generation = int.from_bytes(number, "big")
+            row = Row(place.block.checksum, 0, number + head, generation)
+            blocks.append((place.block.key, row))
+        self._budget.in_index(lambda txn: self._publish(txn, blocks, reserved))
         self._let_go(reserved)
 
     def _publish(
-        self, txn: Transaction, places: Sequence[Place], reserved: Sequence[Reserved]
+        self,
+        txn: Transaction,
+        blocks: Sequence[tuple[BlockKey, Row]],
+        reserved: Collection[Reserved],
     ) -> None:
-        self._ledger.check_reserved(txn, reserved)
         self._ledger.settle(txn, reserved)
-        blocks: list[tuple[BlockKey, Row]] = []
-        for place, one in zip(places, reserved, strict=True):
-            generation = int.from_bytes(one.number, "big")
-            blocks.append((place.block.key, Row(place.block.checksum, 0, one.number, generation)))
         self._budget.free(txn, self._index.publish(txn, blocks))
 
     def _let_go(self, reserved: Collection[Reserved]) -> None:
@@ -218,12 +235,11 @@ class LmdbStore:
         """See `BlockStore.abandon`."""
         self._check_writable()
         if places:
-            self._release([_reserved(place) for place in places])
+            self._release(_reserved(places))
 
     def _release(self, reserved: Collection[Reserved]) -> None:
         try:
-            with self._files.index.write() as txn:
-                self._ledger.release(txn, reserved)
+            self._budget.in_index(lambda txn: self._ledger.release(txn, reserved))
         except (TierError, RetryLater) as error:
             # The next sweep, here or after our end elsewhere, gives it back.
             logger.warning("tier %s: room not given back yet: %s", self._tier, error)
@@ -243,27 +259,35 @@ class LmdbStore:
             return []
         with self._files.index.read() as txn:
             rows = self._index.rows(txn, keys)
+        results = [_MISSING] * len(keys)
+        gone: list[int] = []
         with self._files.values.read_buffers() as values:
-            results = [self._copy(values, *one) for one in zip(rows, memory, strict=True)]
-        gone = [place for place, result in enumerate(results) if result is None]
+            for place, (row, view) in enumerate(zip(rows, memory, strict=True)):
+                if row is None or row.checksum.length > view.nbytes:
+                    continue
+                if self._copy(values, row, view):
+                    results[place] = ReadResult(BlockStatus.OK, row.checksum)
+                else:
+                    gone.append(place)
         if gone:
             self._distrust([(keys[place], rows[place]) for place in gone])
-        missing = ReadResult(BlockStatus.MISSING)
-        return [missing if result is None else result for result in results]
+        return results
 
-    def _copy(
-        self, values: BufferTransaction, row: Row | None, memory: memoryview
-    ) -> ReadResult | None:
-        """None where the row's value is not there."""
-        if row is None or row.checksum.length > memory.nbytes:
-            return ReadResult(BlockStatus.MISSING)
-        value = values.get(row.location, db=self._values)
-        if value is None or value.nbytes != row.checksum.length:
-            return None
-        # Unlike a slice of a memoryview, this copies without the GIL.
-        target = np.frombuffer(memory, np.uint8, row.checksum.length)
-        np.copyto(target, np.frombuffer(value, np.uint8))
-        return ReadResult(BlockStatus.OK, row.checksum)
+    def _copy(self, values: BufferTransaction, row: Row, memory: memoryview) -> bool:
+        """False where the row's value is not there."""
+        length, location = row.checksum.length, row.location
+        head = location[NUMBER_BYTES:]
+        value = values.get(location[:NUMBER_BYTES], db=self._values)
+        if value is None or len(value) + len(head) != length:
+            return False
+        memory = _octets(memory)
+        memory[: len(head)] = head
+        if length <= _COPIED_WITH_GIL_BYTES:
+            memory[len(head) : length] = value
+        else:
+            target = np.frombuffer(memory, np.uint8, len(value), len(head))
+            np.copyto(target, np.frombuffer(value, np.uint8))
+        return True
 
     def _distrust(self, found: Sequence[tuple[BlockKey, Row | None]]) -> None:
         """A row without its value was evicted meanwhile, or leads nowhere."""
@@ -281,22 +305,23 @@ class LmdbStore:
         self._check_writable()
         if not blocks:
             return 0
-        with self._files.index.write() as txn:
-            rows = self._index.rows(txn, [block.key for block in blocks])
-            keys = [
-                block.key
-                for block, row in zip(blocks, rows, strict=True)
-                if row is not None and row.checksum == block.checksum
-            ]
-            return self._remove(txn, keys)
+        return self._budget.in_index(lambda txn: self._discard(txn, blocks))
+
+    def _discard(self, txn: Transaction, blocks: Sequence[NewBlock]) -> int:
+        rows = self._index.rows(txn, [block.key for block in blocks])
+        keys = [
+            block.key
+            for block, row in zip(blocks, rows, strict=True)
+            if row is not None and row.checksum == block.checksum
+        ]
+        return self._remove(txn, keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> int:
         """See `BlockStore.delete`."""
         self._check_writable()
         if not keys:
             return 0
-        with self._files.index.write() as txn:
-            return self._remove(txn, keys)
+        return self._budget.in_index(lambda txn: self._remove(txn, keys))
 
     def _remove(self, txn: Transaction, keys: Sequence[BlockKey]) -> int:
         there = self._index.present(txn, dict.fromkeys(self._index.full_keys(keys)))
@@ -328,7 +353,7 @@ class LmdbStore:
                 return
         with self._files.index.write() as txn:
             named = self._ledger.numbers(txn)
-            named.update(row.location for _, _, row in self._index.all_rows(txn))
+            named.update(number_of(row) for _, _, row in self._index.all_rows(txn))
             with self._files.values.read() as values, values.cursor(self._values) as cursor:
                 orphans = set(cursor.iternext(values=False)) - named
             self._ledger.free(txn, dict.fromkeys(orphans, 0))
@@ -350,6 +375,9 @@ class LmdbStore:
                 self._index.flush()
                 if held:
                     self._release(held)
+                self._budget.delete_freed()
+                with self._files.index.write() as txn:
+                    self._users.leave(txn, self._user)
             except (TierError, RetryLater) as error:
                 logger.warning("tier %s: not all was written at the end: %s", self._tier, error)
         self._files.close()
@@ -372,8 +400,15 @@ class LmdbStore:
         )
 
 
-def _reserved(place: Place) -> Reserved:
-    token = place.token
-    if not isinstance(token, Reserved):
-        raise ValueError(f"a place of another store: {token!r}")
-    return token
+def _reserved(places: Iterable[Place]) -> list[Reserved]:
+    tokens: list[Reserved] = []
+    for place in places:
+        token = place.token
+        if not isinstance(token, Reserved):
+            raise ValueError(f"a place of another store: {token!r}")
+        tokens.append(token)
+    return tokens
+
+
+def _octets(memory: memoryview) -> memoryview:
+    return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")

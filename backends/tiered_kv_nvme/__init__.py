@@ -14,7 +14,9 @@ from tiered_kv.contracts import (
     Backend,
     BlockStore,
     HandlerContext,
+    MaintenanceContext,
     StoreContext,
+    StoreMaintenance,
     TransferHandler,
 )
 from tiered_kv.specs import GpuSpec, KeySpec
@@ -44,6 +46,12 @@ def _open_store(context: StoreContext) -> BlockStore:
     from tiered_kv_nvme.store import NvmeStore  # noqa: PLC0415 - imports lmdb and aiofiles
 
     return NvmeStore(context)
+
+
+def _open_maintenance(context: MaintenanceContext) -> StoreMaintenance:
+    from tiered_kv_nvme.maintenance import NvmeMaintenance  # noqa: PLC0415 - imports lmdb
+
+    return NvmeMaintenance(context)
 
 
 def _direct_store(context: HandlerContext) -> TransferHandler[GpuSpec, NvmeSpec]:
@@ -78,6 +86,7 @@ backend = Backend(
     settings=_settings,
     spec=NvmeSpec,
     open_store=_open_store,
+    open_maintenance=_open_maintenance,
     register=_register,
     requires=(("lmdb", "lmdb>=3,<4"), ("aiofiles", "aiofiles>=23.2")),
 )

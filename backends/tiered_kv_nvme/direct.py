@@ -87,25 +87,31 @@ class NvmeToGpuHandler:
         area_of: Mapping[int, int],
         statuses: list[BlockStatus],
     ) -> list[int]:
-        """Positions of the blocks that are what was captured; the others are dropped."""
+        """Positions of the blocks that are what was captured, as far as that is to be found out;
+        the others are dropped."""
         io = self._io
         right: list[int] = []
+        passed: list[NewBlock] = []
         corrupt: list[NewBlock] = []
-        for one in read:
+        came = [one for one in read if statuses[one.position] is BlockStatus.OK]
+        blocks = [NewBlock(spec.keys[one.position], one.checksum) for one in came]
+        for one, block, asked_for in zip(came, blocks, io.verification.due(blocks), strict=True):
             i, wanted = one.position, one.checksum
-            if statuses[i] is not BlockStatus.OK:
-                continue
-            key = spec.keys[i]
+            is_due = asked_for or one.unproven
             length = io.block_bytes.get(spec.dst.blocks[i].group)
             if length is None:
                 statuses[i] = BlockStatus.CANCELLED
-            elif wanted.length == length and wanted == io.staging.checksum(
-                key, area_of[i], length, wanted.kind
+            elif wanted.length == length and (
+                not is_due
+                or wanted == io.staging.checksum(block.key, area_of[i], length, wanted.kind)
             ):
                 right.append(i)
+                if is_due:
+                    passed.append(block)
             else:
                 statuses[i] = BlockStatus.CORRUPT
-                corrupt.append(NewBlock(key, wanted))
+                corrupt.append(block)
+        io.verification.passed(passed)
         if corrupt:
             io.discard(corrupt)
         return right
@@ -216,6 +222,7 @@ class GpuToNvmeHandler:
                 io.write(list(places.values()), [gathered[i] for i in places])
                 io.store.publish(list(places.values()))
                 published = True
+                io.verification.replaced([place.block for place in places.values()])
         finally:
             if not published:
                 io.store.abandon(list(places.values()))

@@ -3,6 +3,8 @@ device and disk without passing there."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.values import PAGE_BYTES
 from tiered_kv_nvme.faults import OUT_OF_SPACE
@@ -17,21 +19,22 @@ from tiered_kv_nvme.kvikio_io import (
     start,
 )
 from tiered_kv_nvme.plan import address_of, anonymous
-from tiered_kv_nvme.posix import DirectMode, PosixIo
+from tiered_kv_nvme.posix import PosixIo
 from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.stripes import Stripes
 
 __all__ = ["direct_missing", "direct_mode", "engine_for", "kvikio_for_gpu"]
 
 
 def engine_for(
-    settings: NvmeSettings, mode: DirectMode, files: KvikioFiles, *, moves_blocks: bool
+    settings: NvmeSettings, stripes: Stripes, files: KvikioFiles, *, moves_blocks: bool
 ) -> GroupIo:
     """The engine that the settings ask for. `moves_blocks` is False where only the index is read.
 
     Raises:
         UnsupportedError: KvikIO is asked for and cannot work here; the text says why.
     """
-    posix = PosixIo(settings.io_threads, settings.name, alignment=mode.alignment)
+    posix = PosixIo(settings.io_threads, settings.name, alignment=stripes.alignment)
     if not moves_blocks:
         return posix
     if settings.gpu_direct == "on":
@@ -39,22 +42,27 @@ def engine_for(
     if settings.io != "kvikio":
         return posix
     _demand(settings, "io: kvikio")
-    if not mode.direct:
-        raise UnsupportedError(
-            f"tier {settings.name}: `io: kvikio` needs direct I/O, but in {settings.path} it is "
-            f"{mode}; take `io: posix`"
-        )
-    if settings.writable:
-        page = anonymous(PAGE_BYTES)
-        try:
-            probe(settings.path, Span(address_of(page), page.nbytes, page))
-        except OSError as error:
-            if error.errno not in OUT_OF_SPACE:  # what is stored can be read all the same
-                raise UnsupportedError(
-                    f"tier {settings.name}: KvikIO cannot write to {settings.path}: "
-                    f"{error.strerror}; take `io: posix`"
-                ) from error
+    for place in stripes.here:
+        path, mode = stripes.paths[place], stripes.mode_of(place)
+        if not mode.direct:
+            raise UnsupportedError(
+                f"tier {settings.name}: `io: kvikio` needs direct I/O, but in {path} it is "
+                f"{mode}; take `io: posix`"
+            )
+        if place in stripes.storing:
+            _try(path, settings.name)
     return KvikioIo(files, posix, settings.name)
+
+
+def _try(path: Path, tier: str) -> None:
+    page = anonymous(PAGE_BYTES)
+    try:
+        probe(path, Span(address_of(page), page.nbytes, page))
+    except OSError as error:
+        if error.errno not in OUT_OF_SPACE:  # what is stored can be read all the same
+            raise UnsupportedError(
+                f"tier {tier}: KvikIO cannot write to {path}: {error.strerror}; take `io: posix`"
+            ) from error
 
 
 def kvikio_for_gpu(settings: NvmeSettings) -> Kvikio:

@@ -11,10 +11,13 @@ from pathlib import Path
 from tiered_kv.errors import NoSpace, TierError
 from tiered_kv_nvme.groups import EndOfFile
 
-__all__ = ["OUT_OF_SPACE", "of_kvikio", "translate", "translated"]
+__all__ = ["OUT_OF_SPACE", "READ_ONLY", "of_kvikio", "translate", "translated"]
 
 OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Nothing is wrong with the disk: it is full, or the user's quota is."""
+
+READ_ONLY = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""What is there may be read all the same."""
 
 
 def translate(error: OSError, doing: str, path: Path, tier: str) -> NoSpace | TierError:
@@ -23,7 +26,7 @@ def translate(error: OSError, doing: str, path: Path, tier: str) -> NoSpace | Ti
     text = f"tier {tier}: cannot {doing} {path}: {reason}"
     if error.errno in OUT_OF_SPACE:
         return NoSpace(f"{text}; free some space there or lower the tier's capacity")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if error.errno in READ_ONLY:
         return TierError(f"{text}; give the user of this process access to it", tier=tier)
     if error.errno == errno.EIO:
         return TierError(f"{text}; the disk may be failing, see the kernel log", tier=tier)

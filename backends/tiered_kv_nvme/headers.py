@@ -2,8 +2,12 @@
 
 A segment file is `header page | header table | data`, all big endian:
 
-* The header page (4,096 bytes) says whose file it is and how it is cut: magic, format version, the
-  index's identity, number, epoch, slot class, namespace, slots; closed by its own XXH3-64.
+* The header page (4,096 bytes) says whose file it is, how it is cut and what its blocks are: magic,
+  format version, the index's identity, number, epoch, slot class, namespace, slots, and the JSON
+  object that the index keeps of the namespace, as it is or compressed by zlib; the last 8 bytes are
+  the page's own XXH3-64. An object that does not fit even compressed is left out and said to be:
+  blocks are stored and found all the same, but the segment's rows can be made again only where the
+  object is known from elsewhere.
 * The header table has one entry per slot, each in sectors of its own, so that processes which
   write neighbouring slots never share a sector: key, rank, length, checksum, generation and the
   segment's epoch, closed by its own XXH3-64. Entries of another epoch are leftovers.
@@ -16,6 +20,7 @@ same bytes.
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,11 +35,15 @@ __all__ = ["MAGIC", "SegmentHeader", "SegmentLayout", "SlotEntry", "pack_entry",
 MAGIC = b"TKVSEG\r\n"
 
 _KEY_BYTES = 256
-_HEADER = struct.Struct(">8sI16sQQI8sQII")
+_HEADER = struct.Struct(">8sI16sQQI8sQIIBH")
 _ENTRY = struct.Struct(">4sQQIQQ8sH256s")
 _CHECK = struct.Struct(">Q")
 _ENTRY_MAGIC = b"SLOT"
+_LEFT_OUT, _PLAIN, _COMPRESSED = range(3)
+"""How the header page holds the namespace's description."""
+_MOST_DESCRIPTION_BYTES = 2**20
 _KIND_NAMES = {kind: kind.value.encode("ascii") for kind in ChecksumKind}
+_KINDS = {name.ljust(8, b"\0"): kind for kind, name in _KIND_NAMES.items()}
 
 
 def round_up(size: int, unit: int) -> int:
@@ -91,10 +100,24 @@ class SegmentHeader:
     slot_class: int
     namespace_id: bytes
     layout: SegmentLayout
+    description: bytes = b""
+    """What the index records of the namespace: a JSON object. Empty where it was left out, because
+    it is longer than the page."""
+
+    ROOM_BYTES: ClassVar[int] = PAGE_BYTES - _HEADER.size - _CHECK.size
+    """Most bytes of a description, as it is stored."""
 
     def pack(self) -> bytes:
         """One page."""
-        body = _HEADER.pack(
+        kind, stored = _PLAIN, self.description
+        if len(stored) > self.ROOM_BYTES:
+            kind, stored = _COMPRESSED, zlib.compress(stored, 9)
+        fits = 0 < len(stored) <= self.ROOM_BYTES and (
+            len(self.description) <= _MOST_DESCRIPTION_BYTES
+        )
+        if not fits:
+            kind, stored = _LEFT_OUT, b""
+        head = _HEADER.pack(
             MAGIC,
             FORMAT_VERSION,
             self.identity,
@@ -105,8 +128,11 @@ class SegmentHeader:
             self.layout.slot_bytes,
             self.layout.slots,
             self.layout.stride,
+            kind,
+            len(stored),
         )
-        return (body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))).ljust(PAGE_BYTES, b"\0")
+        body = (head + stored).ljust(PAGE_BYTES - _CHECK.size, b"\0")
+        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
     @classmethod
     def unpack(cls, page: bytes) -> SegmentHeader | None:
@@ -115,19 +141,31 @@ class SegmentHeader:
         Raises:
             FormatError: the header is of another format version.
         """
-        if len(page) < _HEADER.size + _CHECK.size or page[: len(MAGIC)] != MAGIC:
+        if len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
             return None
         (version,) = struct.unpack_from(">I", page, len(MAGIC))
         if version != FORMAT_VERSION:
             raise FormatError(f"format {version}; this version reads format {FORMAT_VERSION}")
-        body = page[: _HEADER.size]
-        if _CHECK.unpack_from(page, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(body):
+        body = page[: PAGE_BYTES - _CHECK.size]
+        if _CHECK.unpack_from(page, len(body))[0] != xxhash.xxh3_64_intdigest(body):
             return None
-        _, _, identity, number, epoch, slot_class, namespace_id, slot_bytes, slots, stride = (
-            _HEADER.unpack(body)
+        _, _, identity, number, epoch, slot_class, namespace_id, *cut, kind, length = (
+            _HEADER.unpack_from(body)
         )
-        layout = SegmentLayout(slot_bytes, slots, stride)
-        return cls(identity, number, epoch, slot_class, namespace_id, layout)
+        description = _description(kind, body[_HEADER.size : _HEADER.size + length])
+        layout = SegmentLayout(*cut)
+        return cls(identity, number, epoch, slot_class, namespace_id, layout, description)
+
+
+def _description(kind: int, stored: bytes) -> bytes:
+    if kind == _PLAIN:
+        return stored
+    if kind != _COMPRESSED:
+        return b""
+    try:
+        return zlib.decompressobj().decompress(stored, _MOST_DESCRIPTION_BYTES)
+    except zlib.error:
+        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +197,9 @@ class SlotEntry:
         if _CHECK.unpack_from(data, _ENTRY.size)[0] != xxhash.xxh3_64_intdigest(body):
             return None
         _, epoch, generation, rank, length, value, kind, key_bytes, key = _ENTRY.unpack(body)
-        name = kind.rstrip(b"\0").decode("ascii", "replace")
-        if name not in {known.value for known in ChecksumKind} or key_bytes > _KEY_BYTES:
+        if kind not in _KINDS or key_bytes > _KEY_BYTES:
             return None
-        checksum = BlockChecksum(length, value, ChecksumKind(name))
+        checksum = BlockChecksum(length, value, _KINDS[kind])
         return cls(BlockKey(key[:key_bytes]), rank, checksum, epoch, generation)
 
 

@@ -6,12 +6,14 @@ import errno
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
 from tiered_kv.values import PAGE_BYTES
 from tiered_kv_nvme.groups import Group
 from tiered_kv_nvme.posix import SECTOR_BYTES
+from tiered_kv_nvme.spreading import place_of
 
 __all__ = ["GROUP_BYTES", "Piece", "Plan", "address_of", "anonymous", "flat", "plan"]
 
@@ -88,7 +90,8 @@ def address_of(view: memoryview) -> int:
 
 
 def plan(pieces: Iterable[Piece], fds: Mapping[int, int], *, writing: bool) -> Plan:
-    """Sort the pieces by place and join neighbours into groups of about 4 MiB.
+    """Sort the pieces by place and join neighbours into groups of about 4 MiB; groups of different
+    directories take turns, so that all disks are busy from the first on.
 
     Raises:
         ValueError: a view is empty.
@@ -97,8 +100,10 @@ def plan(pieces: Iterable[Piece], fds: Mapping[int, int], *, writing: bool) -> P
     made = Plan()
     open_tails = sum(1 for piece in ordered if piece.view.nbytes % PAGE_BYTES)
     pages = anonymous(open_tails * PAGE_BYTES) if open_tails else memoryview(b"")
-    builder = _Builder(made.groups)
+    by_directory: dict[int, list[Group]] = {}
+    builder = _Builder()
     for piece in ordered:
+        builder.groups = by_directory.setdefault(place_of(piece.number), [])
         fd, view, offset = fds[piece.number], piece.view, piece.offset
         size = view.nbytes
         if not size:
@@ -118,6 +123,8 @@ def plan(pieces: Iterable[Piece], fds: Mapping[int, int], *, writing: bool) -> P
             made.tails.append((tail, page))
             builder.add(fd, offset + body, page, piece.position, slack=PAGE_BYTES)
     builder.close()
+    for turn in zip_longest(*by_directory.values()):
+        made.groups += [group for group in turn if group is not None]
     return made
 
 
@@ -128,8 +135,10 @@ def _place(piece: Piece) -> tuple[int, int]:
 class _Builder:
     """Joins what follows on each other into one group."""
 
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = groups
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        """Where the next group goes."""
+        self._goes_to = self.groups
         self._fd = -1
         self._start = 0
         self._end = 0
@@ -146,7 +155,7 @@ class _Builder:
         )
         if not joins:
             self.close()
-            self._fd, self._start = fd, offset
+            self._fd, self._start, self._goes_to = fd, offset, self.groups
         self._end = offset + size
         self._views.append(view)
         self._positions.append(position)
@@ -154,6 +163,6 @@ class _Builder:
     def close(self) -> None:
         if self._views:
             views, positions = tuple(self._views), tuple(self._positions)
-            self._groups.append(Group(self._fd, self._start, views, positions))
+            self._goes_to.append(Group(self._fd, self._start, views, positions))
             self._views, self._positions = [], []
         self._fd = -1

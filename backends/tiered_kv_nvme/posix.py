@@ -92,7 +92,7 @@ class DirectMode:
 
 
 def probe_direct(directory: Path) -> DirectMode:
-    """Write to a nameless file of `directory` with O_DIRECT, aligned and not.
+    """Write to a nameless file of `directory` with O_DIRECT, aligned and not, and read it.
 
     A file system may refuse O_DIRECT at open or only at the first write; one that accepts an
     unaligned write is buffering behind our back.
@@ -109,7 +109,9 @@ def probe_direct(directory: Path) -> DirectMode:
     try:
         page = mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with memoryview(page) as view:
-            return _judge(lambda part, offset: os.pwritev(fd, [part], offset), view)
+            mode = _judge(lambda part, offset: os.pwritev(fd, [part], offset), view)
+            os.preadv(fd, [view[:PAGE_BYTES]], 0)
+            return mode
     finally:
         os.close(fd)
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts import ReadResult
 from tiered_kv.errors import NoSpace, TierError
-from tiered_kv.index import BlockIndex, Environment, Row
+from tiered_kv.index import BlockIndex, Environment, Row, Trust
 from tiered_kv.values import BlockKey, BlockStatus
 from tiered_kv_nvme.faults import translate
 from tiered_kv_nvme.groups import EndOfFile
 from tiered_kv_nvme.records import Extent
 from tiered_kv_nvme.segments import Leased, SegmentFiles
+from tiered_kv_nvme.spreading import place_of
 from tiered_kv_nvme.writing import Spot, Writer
 
 __all__ = ["Found", "Reader", "Reading"]
@@ -34,6 +35,8 @@ class Found:
     spot: Spot
     checksum: BlockChecksum
     """What the row says the bytes must be."""
+    unproven: bool
+    """See `ReadResult.unproven`."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -48,6 +51,7 @@ class _Named:
     position: int
     row: Row
     extent: Extent
+    unproven: bool
 
 
 class Reading:
@@ -68,7 +72,12 @@ class Reading:
         self._leased = leased
         self._state = state
         self.found = [
-            Found(one.position, Spot(leased.fds[one.extent.number], one.extent), one.row.checksum)
+            Found(
+                one.position,
+                Spot(leased.fds[one.extent.number], one.extent),
+                one.row.checksum,
+                one.unproven,
+            )
             for one in named
             if one.extent.number in leased.fds
         ]
@@ -93,6 +102,7 @@ class Reader:
         files: SegmentFiles,
         environment: Environment,
         index: BlockIndex,
+        trust: Trust,
         writer: Writer | None,
     ) -> None:
         """`writer`: None where nothing may be changed."""
@@ -101,24 +111,54 @@ class Reader:
         self._environment = environment
         self._index = index
         self._writer = writer
+        self._trust = trust
 
     @contextmanager
     def reading(self, keys: Sequence[BlockKey], room: Sequence[int]) -> Iterator[Reading]:
         """Open the files of these blocks. A block longer than its `room`, bytes, is not found.
 
         Raises:
-            TierError: the index does not work.
+            TierError: the index does not work, or no directory is in use.
         """
+        self._look_after_directories()
         with self._environment.read() as txn:
             state = txn.id()
             rows = self._index.rows(txn, keys)
+            unproven = self._trust.unproven(txn)
         named = [
-            _Named(position, row, Extent.of(row))
+            _Named(position, row, Extent.of(row), row.generation <= unproven)
             for position, (row, most) in enumerate(zip(rows, room, strict=True))
             if row is not None and row.checksum.length <= most
         ]
         with self._files.lease(one.extent.number for one in named) as leased:
             yield Reading(self, keys, named, leased, state)
+
+    def _look_after_directories(self) -> None:
+        stripes = self._files.stripes
+        if stripes.whole:
+            return
+        if self._writer is None:
+            stripes.try_again()
+            if not stripes.here:
+                raise stripes.nothing_left()
+            return
+        try:
+            self._writer.look_after_directories()
+        except NoSpace as error:  # the index is full: it can be read all the same
+            logger.warning("tier %s: %s", self._tier, error)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `BlockStore.contains`. What lies in a directory that is out of use is not there."""
+        self._look_after_directories()
+        there = self._index.contains(keys)
+        if self._files.stripes.whole:
+            return there
+        with self._environment.read() as txn:
+            rows = self._index.rows(txn, keys)
+        return [
+            is_there and (row is None or self._files.stripes.has(Extent.of(row).number))
+            for is_there, row in zip(there, rows, strict=True)
+        ]
 
     def judge(
         self,
@@ -137,10 +177,11 @@ class Reader:
             if txn.id() != state:  # something was written meanwhile
                 again = self._index.rows(txn, [keys[one.position] for one in named])
         gone: list[BlockKey] = []
+        broken: set[int] = set()
         for one, now in zip(named, again, strict=True):
             number = one.extent.number
             error = leased.failed.get(number) or failed.get(one.position)
-            if now != one.row:
+            if now != one.row or number in leased.away:
                 continue
             if isinstance(error, EndOfFile) or (error is None and number not in leased.fds):
                 gone.append(keys[one.position])
@@ -148,12 +189,15 @@ class Reader:
                 path = self._files.path(number)
                 logger.warning("%s", translate(error, "read", path, self._tier))
                 results[one.position] = ReadResult(BlockStatus.TIER_ERROR)
+                broken.add(place_of(number))
             else:
-                results[one.position] = ReadResult(BlockStatus.OK, one.row.checksum)
+                results[one.position] = ReadResult(BlockStatus.OK, one.row.checksum, one.unproven)
+        for place in broken:
+            self._files.stripes.failed(place)
         if self._writer is not None:
             self._writer.space.note_use(leased.fds)
         if gone:
-            there = leased.fds.keys() | leased.failed.keys()
+            there = leased.fds.keys() | leased.failed.keys() | leased.away
             self._drop_gone(gone, {one.extent.number for one in named} - there)
         return results
 
@@ -162,7 +206,7 @@ class Reader:
             "tier %s: %d blocks are not in %s any more, somebody else changed it",
             self._tier,
             len(keys),
-            self._files.directory,
+            ", ".join(str(path) for path in self._files.stripes.paths),
         )
         if self._writer is None:
             self._index.distrust(keys)

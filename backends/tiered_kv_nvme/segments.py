@@ -5,23 +5,24 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.errors import FormatError
+from tiered_kv.errors import FormatError, TierError
 from tiered_kv.values import PAGE_BYTES
+from tiered_kv_nvme.directory import SEGMENT_NAME
 from tiered_kv_nvme.faults import translated
 from tiered_kv_nvme.headers import MAGIC, SegmentHeader
-from tiered_kv_nvme.posix import SECTOR_BYTES, DirectMode
+from tiered_kv_nvme.posix import SECTOR_BYTES
+from tiered_kv_nvme.spreading import place_of
+from tiered_kv_nvme.stripes import Stripes
 
-__all__ = ["SEGMENT_NAME", "Leased", "SegmentFiles"]
+__all__ = ["Leased", "SegmentFiles"]
 
-SEGMENT_NAME = re.compile(r"segment-(\d{6,10})", re.ASCII)
 OPEN_FILES = 256
 """Segment files kept open without being in use."""
 
@@ -42,22 +43,23 @@ class Leased:
     """Segment files that are open for the time of a `with` block."""
 
     fds: dict[int, int]
-    """By segment. One that is in neither of the two is not there: no file of ours has its name."""
+    """By segment. One that is in none of the three is not there: no file of ours has its name."""
     failed: dict[int, OSError]
     """Why a file that is there could not be opened."""
+    away: frozenset[int]
+    """Segments whose directory is out of use."""
 
 
 class SegmentFiles:
-    """The segment files of one directory. Thread-safe.
+    """The segment files of a tier's directories. Thread-safe.
 
     Foreign errors come out as `NoSpace` and `TierError`.
     """
 
     def __init__(
         self,
-        directory: Path,
+        stripes: Stripes,
         tier: str,
-        mode: DirectMode,
         *,
         writable: bool,
         sync: bool,
@@ -65,41 +67,70 @@ class SegmentFiles:
     ) -> None:
         """`sync`: flush the directory when a file is made (durability other than none).
         `closing` is called with each descriptor that was leased, right before it is closed."""
-        self._directory = directory
+        self.stripes = stripes
+        """Where they lie."""
         self._tier = tier
-        self._mode = mode
         self._writable = writable
         self._sync = sync
         self._closing = closing
         self._lock = threading.Lock()
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+        self.identity: bytes | None = None
+        """Of the index whose rows are followed: files that belong to another one count as absent.
+        None while the index is made."""
         self.sparse = False
         """Whether a file had to be made without taking its space from the file system."""
 
     @property
     def stride(self) -> int:
         """Bytes between header table entries of new files."""
-        return max(SECTOR_BYTES, self._mode.alignment)
+        return max(SECTOR_BYTES, self.stripes.alignment)
 
     @property
     def directory(self) -> Path:
-        """Where they all lie."""
-        return self._directory
+        """The one beside whose segments the index lies, or that holds nothing else."""
+        return self.stripes.index_path.parent
 
     def path(self, number: int) -> Path:
         """Where the segment lies."""
-        return self._directory / f"segment-{number:06d}"
+        return self.stripes.path(number)
 
     def numbers(self) -> dict[int, int]:
-        """Size in bytes of each file that is named like a segment of ours."""
+        """Size in bytes of each file that is named like a segment of ours, in the directories that
+        are in use.
+
+        Raises:
+            TierError: a directory cannot be read, and is in use all the same.
+        """
+        by_place = self.in_directories(self.stripes.here)
+        return {number: size for found in by_place.values() for number, size in found.items()}
+
+    def in_directories(self, places: Iterable[int]) -> dict[int, dict[int, int]]:
+        """The same by directory, for these; without one that turns out to be out of use.
+
+        Raises:
+            TierError: one cannot be read, and is in use all the same.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for place in places:
+            try:
+                found[place] = self._in_directory(place)
+            except TierError:
+                if not self.stripes.failed(place):
+                    raise
+        return found
+
+    def _in_directory(self, place: int) -> dict[int, int]:
         found: dict[int, int] = {}
-        with (
-            translated("list", self._directory, self._tier),
-            os.scandir(self._directory) as entries,
-        ):
+        directory = self.stripes.paths[place]
+        with translated("list", directory, self._tier), os.scandir(directory) as entries:
             for entry in entries:
                 match = SEGMENT_NAME.fullmatch(entry.name)
-                if match and entry.is_file(follow_symlinks=False):
+                if (
+                    match
+                    and place_of(int(match[1])) == place
+                    and entry.is_file(follow_symlinks=False)
+                ):
                     with suppress(FileNotFoundError):
                         found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
         return found
@@ -109,27 +140,58 @@ class SegmentFiles:
 
         Raises:
             FormatError: it is ours, and of another format version.
+            TierError: it cannot be read.
         """
+        page = self._first_page(number)
+        if page is None or (page and page[: len(MAGIC)] != MAGIC):
+            return False
+        self._unpack(number, page)
+        return True
+
+    def header(self, number: int) -> SegmentHeader | None:
+        """The file's header; None where there is no sound one of ours.
+
+        Raises:
+            FormatError: it is ours, and of another format version.
+            TierError: it cannot be read.
+        """
+        page = self._first_page(number)
+        return None if page is None else self._unpack(number, page)
+
+    def _first_page(self, number: int) -> bytes | None:
         path = self.path(number)
         with translated("read", path, self._tier):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
-                return False
+                return None
             try:
-                page = os.pread(fd, PAGE_BYTES, 0)
+                return os.pread(fd, PAGE_BYTES, 0)
             finally:
                 os.close(fd)
-        if page and page[: len(MAGIC)] != MAGIC:
-            return False
+
+    def _unpack(self, number: int, page: bytes) -> SegmentHeader | None:
         try:
-            SegmentHeader.unpack(page)
+            return SegmentHeader.unpack(page)
         except FormatError as error:
             raise FormatError(
-                f"tier {self._tier}: {path} was written in {error}; use the version of "
-                "tiered-kv that wrote it, or give the tier another directory"
+                f"tier {self._tier}: {self.path(number)} was written in {error}; use the version "
+                "of tiered-kv that wrote it, or give the tier another directory"
             ) from error
-        return True
+
+    def flush_all(self) -> None:
+        """Bring what was written to any of them to the disk.
+
+        Raises:
+            TierError: one cannot be opened or flushed.
+        """
+        for number in self.numbers():
+            with translated("flush", self.path(number), self._tier), suppress(FileNotFoundError):
+                fd = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    os.fdatasync(fd)
+                finally:
+                    os.close(fd)
 
     def create(self, header: SegmentHeader) -> None:
         """Make a file of the header's layout with its space taken; nothing stays on failure.
@@ -153,7 +215,7 @@ class SegmentFiles:
                 self._take_space(fd, header.layout.file_bytes)
                 if self._sync:
                     os.fsync(fd)
-                    self._sync_directory()
+                    self._sync_directory(path.parent)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -169,8 +231,8 @@ class SegmentFiles:
             os.ftruncate(fd, size)
             self.sparse = True
 
-    def _sync_directory(self) -> None:
-        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _sync_directory(self, directory: Path) -> None:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:
@@ -191,17 +253,21 @@ class SegmentFiles:
                 os.close(fd)
 
     def remove(self, number: int) -> None:
-        """Delete the file if it is there. A directory of that name is somebody else's.
+        """Delete the file if it is there. A directory of that name is somebody else's; in a
+        directory that the tier has no more, nothing is deleted.
 
         Raises:
             TierError: it cannot be deleted.
         """
         self.forget(number)
+        if not self.stripes.knows(number):
+            return
         with (
             translated("delete", self.path(number), self._tier),
             suppress(FileNotFoundError, IsADirectoryError),
         ):
             self.path(number).unlink()
+        self.stripes.emptier(place_of(number))
 
     def forget(self, number: int) -> None:
         """Let go of the descriptor; leases that use it keep it until they end."""
@@ -211,8 +277,17 @@ class SegmentFiles:
                 file.kept = False
                 self._close_unused(file)
 
-    def is_current(self, number: int, fd: int) -> bool:
-        """Whether `fd` still is what lies under the segment's name."""
+    def forget_in(self, places: Collection[int]) -> None:
+        """The same for all segments of these directories: other files may lie there by now."""
+        for number in list(self._open):
+            if place_of(number) in places:
+                self.forget(number)
+
+    def vanished(self, fds: Mapping[int, int]) -> set[int]:
+        """The segments that are not under their names any more, though `fds` of them are open."""
+        return {number for number, fd in fds.items() if not self._is_current(number, fd)}
+
+    def _is_current(self, number: int, fd: int) -> bool:
         try:
             named = self.path(number).lstat()
         except OSError:
@@ -220,21 +295,43 @@ class SegmentFiles:
         held = os.fstat(fd)
         return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
+    def away(self, numbers: Iterable[int]) -> set[int]:
+        """Those whose directory is out of use, of segments whose files were not found or not
+        right."""
+        by_place: dict[int, set[int]] = {}
+        for number in numbers:
+            by_place.setdefault(place_of(number), set()).add(number)
+        return {
+            number
+            for place, some in by_place.items()
+            if self.stripes.failed(place)
+            for number in some
+        }
+
     @contextmanager
     def lease(self, numbers: Iterable[int]) -> Iterator[Leased]:
         """Descriptors of these segments, valid inside the block."""
         opened: dict[int, _OpenFile] = {}
         failed: dict[int, OSError] = {}
+        absent: list[int] = []
         try:
-            for number in dict.fromkeys(numbers):
+            wanted = list(dict.fromkeys(numbers))
+            away = {number for number in wanted if not self.stripes.has(number)}
+            for number in (number for number in wanted if number not in away):
                 try:
                     opened[number] = self._lease_one(number)
                 except (FileNotFoundError, IsADirectoryError):
-                    continue
+                    absent.append(number)
                 except OSError as error:
-                    if error.errno != errno.ELOOP:
+                    if error.errno == errno.ELOOP:
+                        absent.append(number)
+                    else:
                         failed[number] = error
-            yield Leased({number: file.fd for number, file in opened.items()}, failed)
+            away |= self.away([*absent, *failed])
+            fds = {number: file.fd for number, file in opened.items()}
+            for number in away:
+                failed.pop(number, None)
+            yield Leased(fds, failed, frozenset(away))
         finally:
             with self._lock:
                 for file in opened.values():
@@ -246,14 +343,36 @@ class SegmentFiles:
         with self._lock:
             file = self._open.get(number)
             if file is None:
-                file = self._open[number] = _OpenFile(self._open_file(number, 0))
+                file = self._open[number] = _OpenFile(self._open_own(number))
             self._open.move_to_end(number)
             file.users += 1
             return file
 
+    def _open_own(self, number: int) -> int:
+        """Open a file, unless another index of the tier made it under the same name: then its
+        directory was replaced. A header that cannot be read proves nothing.
+
+        Raises:
+            FileNotFoundError: it is not there, or is that other one.
+            OSError: it cannot be opened.
+        """
+        fd = self._open_file(number, 0)
+        if self.identity is not None and self._identity_in(fd) not in (None, self.identity):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "made by an earlier index", self.path(number))
+        return fd
+
+    def _identity_in(self, fd: int) -> bytes | None:
+        with suppress(OSError, FormatError), mmap.mmap(-1, PAGE_BYTES) as page:
+            if os.preadv(fd, [page], 0) == PAGE_BYTES:
+                header = SegmentHeader.unpack(page[:])
+                return None if header is None else header.identity
+        return None
+
     def _open_file(self, number: int, flags: int) -> int:
-        flags |= os.O_RDWR if self._writable else os.O_RDONLY
-        if self._mode.direct:
+        writable = self._writable and self.stripes.takes(number)
+        flags |= os.O_RDWR if writable else os.O_RDONLY
+        if self.stripes.mode(number).direct:
             flags |= os.O_DIRECT
         return os.open(self.path(number), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 

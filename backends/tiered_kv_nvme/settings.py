@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from tiered_kv.config import GIB, ByteSize, Directory, SizeOrPercent, TierSettings
+from tiered_kv.config import GIB, ByteSize, Directory, SizeOrPercent, StoreSettings
 from tiered_kv.values import PAGE_BYTES
 
 __all__ = ["NvmeSettings"]
+
+MOST_DIRECTORIES = 64
 
 
 def _word(value: object) -> object:
@@ -17,27 +20,44 @@ def _word(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class NvmeSettings(TierSettings, frozen=True):
-    """A tier of type nvme: blocks in segment files of one directory on a local disk."""
+class NvmeSettings(StoreSettings, frozen=True):
+    """A tier of type nvme: blocks in segment files on local disks."""
 
     type: Literal["nvme"] = Field(default="nvme", description="Segment files on a local disk.")
-    path: Directory = Field(description="Directory of the tier; made when it is not there.")
+    path: Directory | None = Field(
+        default=None,
+        description="Directory of the tier; made when it is not there. Either this or `paths`.",
+        json_schema_extra={"unit": "path"},
+    )
+    paths: tuple[Directory, ...] = Field(
+        default=(),
+        max_length=MOST_DIRECTORIES,
+        description="Directories of the tier, best each on a disk of its own: blocks are spread "
+        "over them. Their order is kept; further ones may be added at the end.",
+    )
+    index: Directory | None = Field(
+        default=None,
+        description="Directory of the index, which names the blocks; by default the first one of "
+        "the tier. Where it fails, the whole tier does.",
+        json_schema_extra={"unit": "path"},
+    )
     capacity: ByteSize = Field(
         default=64 * GIB,
         gt=0,
-        description="Most bytes that the directory may hold: segments, index, and all that lies "
-        "in it besides.",
+        description="Most bytes that the tier's directories may hold together: segments, index, "
+        "and all that lies in them besides.",
     )
     min_free: SizeOrPercent = Field(
         default=SizeOrPercent(percent=5.0),
-        description="Room that is left free on the file system, whoever uses it: a size, or a "
+        description="Room that is left free on each file system, whoever uses it: a size, or a "
         "share of the file system.",
     )
     segment: ByteSize = Field(
         default=GIB,
         ge=PAGE_BYTES,
         le=64 * GIB,
-        description="Size of a segment file; made smaller where fewer than 8 would fit.",
+        description="Size of a segment file; made smaller where fewer than 8, or 4 for each "
+        "directory, would fit.",
     )
     io: Literal["auto", "posix", "kvikio"] = Field(
         default="auto",
@@ -70,6 +90,30 @@ class NvmeSettings(TierSettings, frozen=True):
     access: Literal["read_write", "read"] = Field(
         default="read_write", description="read: nothing in the directory is ever changed."
     )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> NvmeSettings:
+        if (self.path is None) == (not self.paths):
+            given = "both are given" if self.paths else "neither is given"
+            raise ValueError(
+                f"takes either `path` (one directory) or `paths` (several), but {given}"
+            )
+        return self
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The directories that hold blocks, in their order."""
+        return self.paths if self.path is None else (self.path,)
+
+    @property
+    def index_home(self) -> Path:
+        """The directory in which the index lies."""
+        return self.folders[0] if self.index is None else self.index
+
+    @property
+    def data_directories(self) -> tuple[Path, ...]:
+        """See `TierSettings.data_directories`."""
+        return self.folders
 
     @property
     def writable(self) -> bool:

@@ -21,12 +21,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 import numpy as np
 
-from tiered_kv.index import BlockIndex, Environment, FullKey, Owner, Row, Transaction
+from tiered_kv.index import BlockIndex, Environment, FullKey, Row, Transaction
 from tiered_kv_nvme.headers import SegmentHeader, SegmentLayout
+from tiered_kv_nvme.owners import Owners
 from tiered_kv_nvme.records import Extent, Segment, contiguous
 from tiered_kv_nvme.reservations import (
     NONCE_BYTES,
@@ -35,14 +35,13 @@ from tiered_kv_nvme.reservations import (
     unpack_slots,
 )
 from tiered_kv_nvme.segments import SegmentFiles
+from tiered_kv_nvme.spreading import shares
+from tiered_kv_nvme.totals import Totals
 
 __all__ = ["Change", "Space"]
 
 _NUMBER = struct.Struct(">I")
 _PAIR = struct.Struct(">II")
-_U64 = struct.Struct(">Q")
-_BYTES_KEY: Final = b"bytes"
-_NEXT_KEY: Final = b"next"
 
 NOTE_SECONDS = 1.0
 """Uses of segments are written at most this often."""
@@ -58,21 +57,29 @@ class Space:
     """The tier's segments and who uses them, shared by all processes. Thread-safe."""
 
     def __init__(
-        self, environment: Environment, index: BlockIndex, files: SegmentFiles, namespace_id: bytes
+        self,
+        environment: Environment,
+        index: BlockIndex,
+        files: SegmentFiles,
+        namespace_id: bytes,
+        description: bytes = b"",
     ) -> None:
+        """For blocks of one namespace; `description` is what the index records of it, for the
+        headers of its segments. An empty `namespace_id` is for those who store nothing."""
         self._environment = environment
         self.index = index
         self.files = files
         self.identity = environment.identity
         self.namespace_id = namespace_id
+        self.description = description
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         """Names this store's reservations."""
         self.segments = environment.database("segments")
         self.room = environment.database("room")
         self.slots = environment.database("slots")
         self.reserved = environment.database("reserved")
-        self.owners = environment.database("owners")
-        self.totals = environment.database("totals")
+        self.owners = Owners(environment.database("owners"))
+        self.totals = Totals(environment.database("totals"))
         self._lock = threading.Lock()
         self._uses: dict[int, int] = {}
         self._noted = 0.0
@@ -101,11 +108,23 @@ class Space:
 
     def owner_due(self) -> bool:
         """Whether this process should say again that it is there."""
+        if not self.namespace_id:
+            return False
         with self._lock:
             if time.monotonic() - self._refreshed < REFRESH_SECONDS:
                 return False
             self._refreshed = time.monotonic()
             return True
+
+    def numbers(self) -> list[int]:
+        """All segments that are recorded."""
+        with self._environment.read() as txn:
+            return self.numbers_in(txn)
+
+    def numbers_in(self, txn: Transaction) -> list[int]:
+        """The same inside of a transaction. A key that was damaged is left out."""
+        keys = txn.cursor(db=self.segments).iternext(keys=True, values=False)
+        return [_NUMBER.unpack(key)[0] for key in keys if len(key) == _NUMBER.size]
 
     def held(self, extents: Sequence[Extent]) -> dict[int, SegmentLayout]:
         """By generation, how the segments of those extents are cut that are still reserved by
@@ -128,26 +147,15 @@ class Space:
         """Key of this store's reservations in a segment."""
         return reservation_key(self.nonce, number)
 
-    def give_back(self) -> int | None:
-        """Delete the least recently used segment, file first: on a full disk the index cannot
-        write before there is room. How many blocks it held; None when there is none to delete.
-
-        Raises:
-            NoSpace: the disk is full again.
-            TierError: the disk or the index does not work.
-        """
+    def idle(self) -> list[Segment]:
+        """All segments in which nothing is reserved, outside of a transaction."""
         with self._environment.read() as txn:
             records = [
                 Segment.unpack(_NUMBER.unpack(key)[0], data)
                 for key, data in txn.cursor(db=self.segments).iternext()
+                if len(key) == _NUMBER.size
             ]
-        idle = [segment for segment in records if segment is not None and not segment.reserved]
-        if not idle:
-            return None
-        victim = min(idle, key=lambda segment: segment.used).number
-        self.files.remove(victim)
-        with self.change() as change:
-            return change.lose(victim)
+        return [segment for segment in records if segment is not None and not segment.reserved]
 
     def leave(self) -> None:
         """Give back all that is reserved and is not this process's to write any more.
@@ -190,7 +198,7 @@ class Change:
         self._dirty: set[int] = set()
         self._reserved = Reservations(txn, space.reserved)
         if space.owner_due():
-            self.register()
+            space.owners.register(txn, space.nonce, space.namespace_id)
         for number, used in space.due_uses().items():
             segment = self.segment(number)
             if segment is not None and segment.used < used:
@@ -226,37 +234,24 @@ class Change:
 
     def all_segments(self) -> list[Segment]:
         """Every segment of the tier. Costs about 2 us each."""
-        cursor = self.txn.cursor(db=self._space.segments)
-        numbers = [_NUMBER.unpack(key)[0] for key in cursor.iternext(keys=True, values=False)]
-        found = [self.segment(number) for number in numbers]
+        found = [self.segment(number) for number in self._space.numbers_in(self.txn)]
         return [segment for segment in found if segment is not None]
 
     def segment_bytes(self) -> int:
         """Bytes of all segment files, as they were counted."""
-        data = self.txn.get(_BYTES_KEY, db=self._space.totals)
-        return 0 if data is None else int(_U64.unpack(data)[0])
+        return self._space.totals.segment_bytes(self.txn)
 
     def recount(self) -> None:
         """Forget damaged records, and count the bytes of all segment files anew."""
         cursor = self.txn.cursor(db=self._space.segments)
         for key in list(cursor.iternext(keys=True, values=False)):
-            if self.segment(_NUMBER.unpack(key)[0]) is None:
+            if len(key) != _NUMBER.size or self.segment(_NUMBER.unpack(key)[0]) is None:
                 self.txn.delete(key, db=self._space.segments)
         total = sum(segment.file_bytes for segment in self.all_segments())
-        self.txn.put(_BYTES_KEY, _U64.pack(total), db=self._space.totals)
+        self._space.totals.count(self.txn, total)
 
-    def _add_bytes(self, size: int) -> None:
-        total = max(0, self.segment_bytes() + size)
-        self.txn.put(_BYTES_KEY, _U64.pack(total), db=self._space.totals)
-
-    def _next_number(self) -> int:
-        data = self.txn.get(_NEXT_KEY, db=self._space.totals)
-        number = 0 if data is None else int(_U64.unpack(data)[0])
-        self.txn.put(_NEXT_KEY, _U64.pack(number + 1), db=self._space.totals)
-        return number
-
-    def add_segment(self, slot_class: int, layout: SegmentLayout) -> None:
-        """Make a file for a slot class of this namespace.
+    def add_segment(self, slot_class: int, layout: SegmentLayout, place: int) -> None:
+        """Make a file in the directory at `place` for a slot class of this namespace.
 
         Raises:
             NoSpace: the disk or the quota is full.
@@ -264,7 +259,8 @@ class Change:
         """
         files = self._space.files
         while True:
-            header = self._header(self._next_number(), slot_class, layout)
+            number = self._space.totals.next_number(self.txn, place)
+            header = self._header(number, slot_class, layout)
             if self.segment(header.number) is not None:
                 continue  # the counter was damaged
             try:
@@ -275,19 +271,29 @@ class Change:
                 if files.is_ours(header.number):
                     files.remove(header.number)
         self._made.append(header.number)
-        self._loaded[header.number] = Segment(
+        self.record(header, layout.file_bytes, time.time_ns())
+
+    def record(self, header: SegmentHeader, file_bytes: int, used: int) -> Segment:
+        """Note a file that is there; all its slots are free. `used` as in `Segment`."""
+        layout = header.layout
+        segment = self._loaded[header.number] = Segment(
             header.number,
-            slot_class,
+            header.slot_class,
             header.namespace_id,
             header.epoch,
             layout,
-            layout.file_bytes,
-            0,
-            time.time_ns(),
-            np.zeros(layout.slots, np.uint8),
+            file_bytes,
+            reserved=0,
+            used=used,
+            taken=np.zeros(layout.slots, np.uint8),
         )
         self._dirty.add(header.number)
-        self._add_bytes(layout.file_bytes)
+        self._space.totals.add(self.txn, file_bytes)
+        return segment
+
+    def changed(self, segment: Segment) -> None:
+        """A field of this record was changed: write it."""
+        self._dirty.add(segment.number)
 
     def reassign(self, segment: Segment, slot_class: int, layout: SegmentLayout) -> None:
         """Give an empty segment to another slot class, of this namespace.
@@ -319,18 +325,20 @@ class Change:
         self.txn.delete(pair, db=self._space.room)
         self.txn.delete(_NUMBER.pack(segment.number), db=self._space.segments)
         self._loaded[segment.number] = None
-        self._add_bytes(-segment.file_bytes)
+        self._space.totals.add(self.txn, -segment.file_bytes)
 
     def _header(self, number: int, slot_class: int, layout: SegmentLayout) -> SegmentHeader:
-        epoch = self._space.index.next_generation(self.txn, 1)
+        space = self._space
+        epoch = space.index.next_generation(self.txn, 1)
         return SegmentHeader(
-            self._space.identity, number, epoch, slot_class, self._space.namespace_id, layout
+            *(space.identity, number, epoch, slot_class, space.namespace_id, layout),
+            description=space.description,
         )
 
     # --------------------------------------------------------------------------------- slots
 
     def rooms(self, slot_class: int | None = None) -> list[tuple[int, int, int, int]]:
-        """(slot class, number, free slots, slots) of segments that have a free slot."""
+        """(slot class, number, free slots, slots) of segments with a free slot that can be used."""
         self.save()
         found: list[tuple[int, int, int, int]] = []
         cursor = self.txn.cursor(db=self._space.room)
@@ -339,23 +347,28 @@ class Change:
             for key, value in cursor.iternext():
                 if not key.startswith(prefix):
                     break
-                found.append((*_PAIR.unpack(key), *_PAIR.unpack(value)))
-        return [room for room in found if self.segment(room[1]) is not None]
+                if len(key) == len(value) == _PAIR.size:
+                    found.append((*_PAIR.unpack(key), *_PAIR.unpack(value)))
+        takes = self._space.files.stripes.takes
+        return [room for room in found if takes(room[1]) and self.segment(room[1]) is not None]
 
     def free_slots(self, slot_class: int) -> int:
         """Slots of a class that can be given out at once."""
         return sum(free for _, _, free, _ in self.rooms(slot_class))
 
     def reserve(self, slot_class: int, count: int) -> list[Extent]:
-        """Give out slots of a class that has enough of them, neighbours where there are some."""
+        """Give out slots of a class that has enough of them, neighbours where there are some, over
+        several directories where the batch is large enough to gain by it."""
         first = self._space.index.next_generation(self.txn, count)
         extents: list[Extent] = []
-        rooms = sorted(self.rooms(slot_class), key=lambda room: -room[2])
-        for _, number, _, _ in rooms:
-            segment = self.segment(number)
-            if segment is None or len(extents) == count:
+        rooms = {number: free for _, number, free, _ in self.rooms(slot_class)}
+        known = {number: self.segment(number) for number in rooms}
+        slot_bytes = next((one.layout.slot_bytes for one in known.values() if one), 1)
+        for number, share in shares(rooms, count, slot_bytes).items():
+            segment = known[number]
+            if segment is None:
                 continue
-            slots = contiguous(segment.taken, count - len(extents))
+            slots = contiguous(segment.taken, share)
             segment.taken[slots] = 1
             segment.reserved += len(slots)
             reserved = self._reserved.slots(self._space.reserved_key(number))
@@ -464,34 +477,21 @@ class Change:
 
     # -------------------------------------------------------------------------------- owners
 
-    def register(self) -> None:
-        """Say that this process has the tier open for writing."""
-        value = Owner.current().pack() + self._space.namespace_id
-        self.txn.put(self._space.nonce, value, db=self._space.owners)
-
-    def _owners(self) -> list[tuple[bytes, Owner, bytes]]:
-        size = Owner.PACKED_BYTES
-        cursor = self.txn.cursor(db=self._space.owners)
-        return [
-            (nonce, Owner.unpack(value[:size]), value[size:]) for nonce, value in cursor.iternext()
-        ]
-
     def index_is_full(self) -> bool:
         """Whether the index has little room left for further rows."""
         return self._space.index_is_full(self.txn)
 
     def live_namespaces(self) -> set[bytes]:
         """Namespaces that some live process has open for writing."""
-        return {namespace for _, owner, namespace in self._owners() if owner.alive()}
+        return self._space.owners.live_namespaces(self.txn)
 
     def reclaim(self) -> int:
         """Free what dead processes had reserved; how many slots."""
-        dead = [nonce for nonce, owner, _ in self._owners() if not owner.alive()]
-        return sum(self.withdraw(nonce) for nonce in dead)
+        return sum(self.withdraw(nonce) for nonce in self._space.owners.dead(self.txn))
 
     def withdraw(self, nonce: bytes) -> int:
         """Forget an owner and free what it had reserved; how many slots."""
-        self.txn.delete(nonce, db=self._space.owners)
+        self._space.owners.forget(self.txn, nonce)
         freed = 0
         for key, number in self._reserved.records(nonce=nonce):
             slots = list(self._reserved.slots(key))

@@ -20,7 +20,7 @@ from tiered_kv.errors import IdentityError, TieredKVError, TierError, Unsupporte
 from tiered_kv.specs import HopResult, LoadStoreSpec, TransferSpec
 from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus, ChecksumKind
 from tiered_kv_nvme.engines import kvikio_for_gpu
-from tiered_kv_nvme.faults import OUT_OF_SPACE, translate
+from tiered_kv_nvme.faults import OUT_OF_SPACE
 from tiered_kv_nvme.headers import round_up
 from tiered_kv_nvme.kvikio_io import Move, probe, run
 from tiered_kv_nvme.reading import Found
@@ -62,6 +62,7 @@ class StagedIo:
             )
         self.store: NvmeStore = context.store
         self.tier = context.tier
+        self.verification = context.verification
         self._executor = context.executor
         try:
             self._kvikio = kvikio_for_gpu(self.store.settings)
@@ -88,13 +89,14 @@ class StagedIo:
             self.close()
             raise UnsupportedError(
                 f"tier {self.tier}: KvikIO cannot move bytes between {staging.device} memory and "
-                f"{self.store.settings.path}: {error.strerror}"
+                f"{', '.join(str(path) for path in self.store.stripes.paths)}: {error.strerror}"
             ) from error
 
     def _probe(self, staging: DeviceStaging) -> None:
-        if self.store.settings.writable:
+        stripes = self.store.stripes
+        for place in stripes.storing if self.store.settings.writable else ():
             try:
-                probe(self.store.settings.path, staging.span(0, staging.area_bytes))
+                probe(stripes.paths[place], staging.span(0, staging.area_bytes))
             except OSError as error:
                 if error.errno not in OUT_OF_SPACE:  # a full disk can be read all the same
                     raise
@@ -202,9 +204,12 @@ class StagedIo:
                 key=lambda extent: (extent.fd, extent.offset),
             )
             runs = list(_neighbours(extents, self.staging.area_bytes))
-            for error in self._run(extents, runs, writing=True).values():
-                path = self.store.settings.path
-                raise translate(error, "write to", path, self.tier) from error
+            failed = self._run(extents, runs, writing=True)
+            extent_of = {spot.fd: spot.extent for spot in spots}
+            self.store.raise_first(
+                {runs[place][0]: error for place, error in failed.items()},
+                [extent_of[extent.fd] for extent in extents],
+            )
 
     def _run(
         self, extents: Sequence[_Extent], runs: Sequence[Sequence[int]], *, writing: bool

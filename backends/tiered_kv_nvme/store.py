@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreContext, StoreStat
 from tiered_kv.errors import TieredKVError, TierError
-from tiered_kv.index import BlockIndex, Environment
+from tiered_kv.index import BlockIndex, Environment, Trust, describe_namespace
 from tiered_kv.values import PAGE_BYTES, BlockKey
 from tiered_kv_nvme.budget import Budget
-from tiered_kv_nvme.directory import INDEX, prepare, probe, sweep, wipe
+from tiered_kv_nvme.directory import sweep
 from tiered_kv_nvme.engines import direct_mode, engine_for
 from tiered_kv_nvme.headers import round_up
 from tiered_kv_nvme.kvikio_io import KvikioFiles
 from tiered_kv_nvme.plan import Piece, flat, plan
+from tiered_kv_nvme.presence import Presence
 from tiered_kv_nvme.reading import Reader, Reading
+from tiered_kv_nvme.rebuild import begin_empty, rebuild
+from tiered_kv_nvme.records import Extent
 from tiered_kv_nvme.room import RoomMaker
 from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.space import Space
+from tiered_kv_nvme.stripes import Stripes
 from tiered_kv_nvme.writing import Spot, Writer
 
 __all__ = ["NvmeStore"]
@@ -36,83 +39,106 @@ class NvmeStore:
     """A `BlockStore` in segment files; see the contract for the rules of every method."""
 
     def __init__(self, context: StoreContext) -> None:
-        """Open, or make, the tier's directory.
+        """Open, or make, the tier's directories.
 
         Raises:
             ConfigError: the capacity holds not even one block.
-            IdentityError: the directory belongs to something else.
-            FormatError: it was written by a newer format.
-            UnsupportedError: it lies on a network file system, or KvikIO is asked for and cannot
-                work here.
-            TierError: it cannot be used now.
-            NoSpace: the disk leaves no room for the index.
+            IdentityError: one belongs to something else, or they are in another order than before.
+            FormatError: one was written by a newer format.
+            UnsupportedError: the index lies on a network file system, or KvikIO is asked for and
+                cannot work here.
+            TierError: the directory of the index, or none of them, can be used now.
+            NoSpace: a disk leaves no room for the index, or for the marker of a new directory.
         """
         settings = context.settings
         if not isinstance(settings, NvmeSettings):
             raise ValueError(f"an nvme store takes NvmeSettings, not {type(settings).__name__}")
         self._settings: NvmeSettings = settings
         self._tier = context.tier
-        self._path: Path = settings.path
-        index_path = self._path / INDEX
         sizes = [round_up(group.block_bytes, PAGE_BYTES) for group in context.geometry.groups]
-        self._budget = Budget(settings, index_path, least_slot=min(sizes), largest_slot=max(sizes))
-        prepare(self._path, self._tier, make=settings.writable)
-        self._mode = probe(self._path, self._tier, writable=settings.writable)
+        self.stripes = Stripes(settings, self._tier)
+        """The tier's directories."""
+        self._budget = Budget(
+            settings, self.stripes, least_slot=min(sizes), largest_slot=max(sizes)
+        )
+        self.stripes.find()
         self._kvikio_files = KvikioFiles(writable=settings.writable)
         moves_blocks = context.writable or not settings.writable
-        self._io = engine_for(settings, self._mode, self._kvikio_files, moves_blocks=moves_blocks)
-        self._direct_mode = direct_mode(settings) if moves_blocks else settings.gpu_direct
         self._files = SegmentFiles(
-            self._path,
+            self.stripes,
             self._tier,
-            self._mode,
             writable=settings.writable,
             sync=settings.durability != "none",
             closing=self._kvikio_files.forget,
         )
         self._environment = Environment.open(
-            index_path,
+            self.stripes.index_path,
             kind="nvme",
             tier=self._tier,
             max_bytes=self._budget.index_bytes,
             writable=settings.writable,
             durability=settings.durability,
-            on_empty=lambda: wipe(self._files),
+            on_empty=lambda reason: begin_empty(self._files, self._tier, reason),
+            on_clean=self._files.flush_all if settings.durability == "none" else None,
         )
         self._lock = threading.Lock()
         self._closed = False
         self._space: Space | None = None
         self._writer: Writer | None = None
+        self._presence: Presence | None = None
         try:
+            self.stripes.settle(self._environment)
+            self._io = engine_for(
+                settings, self.stripes, self._kvikio_files, moves_blocks=moves_blocks
+            )
+            self._direct_mode = direct_mode(settings) if moves_blocks else settings.gpu_direct
+            trust = Trust.after_open(self._environment)
             self._index = BlockIndex(
                 self._environment,
                 context.namespace,
                 context.geometry,
                 log_entries=self._budget.log_entries,
             )
-            self._budget.measure()
             if context.writable and settings.writable:
-                space = Space(self._environment, self._index, self._files, context.namespace.id)
+                own = (context.namespace, context.geometry)
+                space = Space(
+                    *(self._environment, self._index, self._files),
+                    *(context.namespace.id, describe_namespace(*own)),
+                )
                 self._space = space
+                self._presence = Presence(self.stripes.index_path.parent)
+                rebuild(self._environment, space, self._tier, own)
+                self._budget.measure(space.numbers)
                 self._writer = Writer(
                     settings, space, self._files, self._io, self._budget, context.geometry.rank
                 )
-                self._writer.count_evicted(self._settle_in(space))
+                self._writer.count_evicted(self._settle_in(space, self._writer))
+            self._files.identity = self._environment.identity
             self._reader = Reader(
-                self._tier, self._files, self._environment, self._index, self._writer
+                self._tier, self._files, self._environment, self._index, trust, self._writer
             )
         except BaseException:
-            self._environment.close()
+            self._let_go()
             raise
-        logger.info("tier %s: %s opened, %s", self._tier, self._path, self._modes())
+        logger.info(
+            "tier %s: %s opened, %s",
+            self._tier,
+            ", ".join(str(path) for path in self.stripes.paths),
+            self._modes(),
+        )
 
-    def _settle_in(self, space: Space) -> int:
+    def _settle_in(self, space: Space, writer: Writer) -> int:
         """Give up what dead processes left, and what is beyond a capacity that was lowered; how
         many blocks."""
         with space.change() as change:
             change.recount()
             swept = sweep(self._files, {one.number for one in change.all_segments()})
             freed = change.reclaim()
+            # Of directories that the tier has no more, where `paths` became shorter.
+            for one in change.all_segments():
+                if not self.stripes.knows(one.number):
+                    change.lose(one.number)
+        writer.look_after_directories(opening=True)
         if swept or freed:
             logger.info(
                 "tier %s: %d files and %d slots that dead processes left are free again",
@@ -187,6 +213,15 @@ class NvmeStore:
 
     # ------------------------------------------------------------------------ without host memory
 
+    def raise_first(self, failed: Mapping[int, OSError], extents: Sequence[Extent]) -> None:
+        """Raise what writing to the extent at a position in `failed` came to; see `writing`.
+
+        Raises:
+            NoSpace: a disk is full; or a directory failed, and there are others.
+            TierError: the disk failed.
+        """
+        self._for_writing("write").raise_first(failed, extents)
+
     @property
     def settings(self) -> NvmeSettings:
         """The tier's settings."""
@@ -219,7 +254,7 @@ class NvmeStore:
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `BlockStore.contains`."""
         self._check_open()
-        return self._index.contains(keys)
+        return self._reader.contains(keys)
 
     def discard(self, blocks: Sequence[NewBlock]) -> int:
         """See `BlockStore.discard`."""
@@ -250,19 +285,25 @@ class NvmeStore:
     def stat(self) -> StoreStat:
         """See `BlockStore.stat`."""
         self._check_open()
-        self._budget.measure()
+        self._budget.measure(self._numbers)
+        known = set(self._numbers())
+        sizes = [size for number, size in self._files.numbers().items() if number in known]
         return StoreStat(
             blocks=self._index.count(),
-            used_bytes=self._budget.used(sum(self._files.numbers().values())),
+            used_bytes=self._budget.used(sum(sizes)),
             capacity_bytes=self._settings.capacity,
             evicted_blocks=self._writer.evicted if self._writer else 0,
             modes=self._modes(),
         )
 
+    def _numbers(self) -> Collection[int]:
+        """The segments that are the tier's."""
+        return self._files.numbers() if self._space is None else self._space.numbers()
+
     def _modes(self) -> dict[str, str]:
         return {
             **self._io.modes(),
-            "io": str(self._mode),
+            **self.stripes.modes,
             "durability": self._settings.durability,
             "access": "read_write" if self._settings.writable else "read",
             "space": "sparse" if self._files.sparse else "preallocated",
@@ -298,4 +339,9 @@ class NvmeStore:
             logger.warning("tier %s: not closed cleanly: %s", self._tier, error)
         finally:
             self._files.close()
-            self._environment.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._presence is not None:
+            self._presence.end()
+        self._environment.close()

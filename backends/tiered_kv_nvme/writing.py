@@ -19,10 +19,11 @@ from tiered_kv_nvme.groups import Group, GroupIo
 from tiered_kv_nvme.headers import SegmentLayout, pack_entry, round_up
 from tiered_kv_nvme.plan import Piece, anonymous, flat, plan
 from tiered_kv_nvme.records import Extent
-from tiered_kv_nvme.room import RoomMaker
+from tiered_kv_nvme.room import RoomMaker, give_back
 from tiered_kv_nvme.segments import Leased, SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
-from tiered_kv_nvme.space import Space
+from tiered_kv_nvme.space import Change, Space
+from tiered_kv_nvme.spreading import place_of
 
 __all__ = ["Spot", "Writer"]
 
@@ -73,6 +74,7 @@ class Writer:
         self._uses: dict[int, _Use] = {}
         self._unreleased: list[Extent] = []
         self._evicted = 0
+        self._stripes = files.stripes
 
     @property
     def evicted(self) -> int:
@@ -100,7 +102,8 @@ class Writer:
                     f"bytes; expected at least 1 byte, and a key of 1 to {MOST_KEY_BYTES}"
                 )
         self._refuse_hopeless(blocks)
-        self._budget.measure()
+        self._budget.measure(self.space.numbers)
+        self.look_after_directories()
         self._release_late()
         try:
             places = self._reserve(blocks)
@@ -114,16 +117,43 @@ class Writer:
                     self._uses[place.token.generation] = _Use.RESERVED
         return places
 
+    def look_after_directories(self, *, opening: bool = False) -> None:
+        """Try directories again that failed, and compare those that came back to the index.
+        `opening`: nobody has missed them yet.
+
+        Raises:
+            NoSpace: the index is full.
+            TierError: no directory is in use, or the index does not work.
+        """
+        self._stripes.try_again()
+        there = self._files.in_directories(self._stripes.returned())
+        if there:
+            self._files.forget_in(there)
+            with self.space.change() as change:
+                numbers = (segment.number for segment in change.all_segments())
+                gone = [n for n in numbers if n not in there.get(place_of(n), {n: 0})]
+                lost = sum(change.lose(number) for number in gone)
+                if not opening:  # whoever took these blocks for lost finds them again
+                    self.space.index.restart_log(change.txn)
+            if lost:
+                logger.warning("tier %s: %d blocks were lost with their files", self._tier, lost)
+        if not self._stripes.here:
+            raise self._stripes.nothing_left()
+
     def _reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
         places: list[Place | None] = [None] * len(blocks)
         with self.space.change() as change:
             rows = self.space.index.rows(change.txn, [block.key for block in blocks])
+            if not self._stripes.whole:
+                rows = self._without_what_is_away(change, blocks, rows)
             wanted: dict[int, list[int]] = {}
             for position, (block, row) in enumerate(zip(blocks, rows, strict=True)):
                 if row is None:
                     size = round_up(block.checksum.length, PAGE_BYTES)
                     wanted.setdefault(size, []).append(position)
             maker = RoomMaker(self.space, change, self._budget, self._tier)
+            while maker.shrink():  # others put something into the directories
+                pass
             for size, positions in wanted.items():
                 slot_class = self.space.index.slot_class(change.txn, 0, size)
                 maker.make(slot_class, size, len(positions))
@@ -133,17 +163,29 @@ class Writer:
         self.count_evicted(maker.evicted)
         return places
 
+    def _without_what_is_away(
+        self, change: Change, blocks: Sequence[NewBlock], rows: Sequence[Row | None]
+    ) -> list[Row | None]:
+        """Drop the blocks that lie in a directory that is out of use: they are stored anew."""
+        away = {
+            block.key
+            for block, row in zip(blocks, rows, strict=True)
+            if row is not None and not self._stripes.has(Extent.of(row).number)
+        }
+        change.evict(self.space.index.full_keys(away))
+        return [None if block.key in away else row for block, row in zip(blocks, rows, strict=True)]
+
     def _give_way(self) -> bool:
         """On a disk that others have filled up, give a segment back; whether that was it."""
         if not self._budget.disk_is_full():
             return False
-        lost = self.space.give_back()
+        lost = give_back(self.space)
         if lost is None:
             return False
         logger.warning(
             "tier %s: the disk of %s is full; %d blocks were given up for room",
             self._tier,
-            self._settings.path,
+            self._stripes.index_path,
             lost,
         )
         self.count_evicted(lost)
@@ -181,7 +223,7 @@ class Writer:
             moves = plan(pieces, fds, writing=True)
             failed = self._io.write_groups(moves.groups)
             moves.refuse_unaligned(failed)
-            self._raise_first(failed, [spot.extent for spot in spots])
+            self.raise_first(failed, [spot.extent for spot in spots])
 
     @contextmanager
     def writing(self, places: Sequence[Place]) -> Iterator[list[Spot]]:
@@ -195,6 +237,8 @@ class Writer:
         whole = False
         try:
             with self._files.lease(extent.number for extent in extents) as leased:
+                if leased.away:
+                    raise self._with_directory(min(leased.away))
                 lost = self._absent(extents, leased)
                 if lost:
                     self.lose(lost)
@@ -209,19 +253,41 @@ class Writer:
             self._end_write(extents, whole=whole)
 
     def _absent(self, extents: Iterable[Extent], leased: Leased) -> set[int]:
-        """The segments whose file is not there.
+        """The segments whose file is not there, though their directory is.
 
         Raises:
             TierError: one is there and could not be opened.
         """
         for number, error in leased.failed.items():
             raise translate(error, "open", self._files.path(number), self._tier) from error
-        return {extent.number for extent in extents} - leased.fds.keys()
+        return {extent.number for extent in extents} - leased.fds.keys() - leased.away
 
-    def _raise_first(self, failed: dict[int, OSError], extents: Sequence[Extent]) -> None:
+    def raise_first(
+        self, failed: Mapping[int, OSError], extents: Sequence[Extent], doing: str = "write"
+    ) -> None:
+        """Raise what `doing` something to the extent at a position in `failed` came to.
+
+        Raises:
+            NoSpace: a disk is full; or a directory failed, and there are others.
+            TierError: the disk failed.
+        """
         for position, error in failed.items():
-            path = self._files.path(extents[position].number)
-            raise translate(error, "write", path, self._tier) from error
+            number = extents[position].number
+            reason = translate(error, doing, self._files.path(number), self._tier)
+            if isinstance(reason, TierError):
+                self._stripes.failed(place_of(number))
+                if not self._stripes.takes(number):
+                    raise self._with_directory(number) from error
+            raise reason from error
+
+    def _with_directory(self, number: int) -> NoSpace | TierError:
+        """The error to raise where a segment's directory went out of use."""
+        if not self._stripes.storing:
+            return self._stripes.nothing_left()
+        return NoSpace(
+            f"tier {self._tier}: {self._files.path(number).parent} went out of use with the room "
+            "that was reserved in it; ask for other room"
+        )
 
     def _end_write(self, extents: Sequence[Extent], *, whole: bool) -> None:
         given_up: list[Extent] = []
@@ -245,18 +311,22 @@ class Writer:
         with self._files.lease(extent.number for extent in extents) as leased:
             fds = leased.fds
             lost = self._absent(extents, leased)
-            lost |= {n for n, fd in fds.items() if not self._files.is_current(n, fd)}
+            vanished = self._files.vanished(fds)
+            away = leased.away | self._files.away(vanished)
+            lost |= vanished - away
             kept = [
                 (place, extent)
                 for place, extent in zip(places, extents, strict=True)
-                if extent.number not in lost
+                if extent.number not in lost and extent.number not in away
             ]
             self._write_entries(kept, fds)
             if self._settings.durability != "none":
+                flushed = {extent.number: extent for _, extent in kept}
                 try:
-                    self._io.flush(list(fds.values()))
+                    self._io.flush([fds[number] for number in flushed])
                 except OSError as error:
-                    raise translate(error, "flush", self._settings.path, self._tier) from error
+                    number = min(self._files.away(flushed) or flushed)
+                    self.raise_first({0: error}, [flushed[number]], "flush")
         try:
             self._publish(kept)
         except NoSpace:
@@ -268,6 +338,7 @@ class Writer:
                 self._uses.pop(extent.generation, None)
         if lost:
             self.lose(lost)
+        self._release([extent for extent in extents if extent.number in away])
 
     def _thin_out(self, extents: Sequence[Extent]) -> None:
         """Evict as many blocks as are to be published: the index has reached its share."""
@@ -298,7 +369,7 @@ class Writer:
                 Group(fds[first.number], layout.entry_offset(first.slot), (view,), (start,))
             )
             start = end
-        self._raise_first(self._io.write_groups(groups), [extent for _, extent in ordered])
+        self.raise_first(self._io.write_groups(groups), [extent for _, extent in ordered])
 
     def _entries(self, run: Sequence[tuple[Place, Extent]], layout: SegmentLayout) -> memoryview:
         view = anonymous(len(run) * layout.stride)

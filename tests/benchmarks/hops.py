@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tests.benchmarks.harness import Batch, keys_of
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import BlockStore, HandlerContext, StoreContext
+from tiered_kv.contracts import BlockStore, HandlerContext, StoreContext, VerifyAlways
 from tiered_kv.engine import EngineLimits, register_store_handlers
 from tiered_kv.engine.health import HealthBoard
 from tiered_kv.engine.hops import Complaints, LiveHop
@@ -109,6 +109,7 @@ class Hops:
                 complaints=complaints,
                 memory=self.pool,
                 rank=0,
+                verification=VerifyAlways(),
                 executor=executor,
                 permits=Permits(threads),
             )

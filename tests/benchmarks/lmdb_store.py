@@ -7,21 +7,16 @@ the handler does it, and verified as the engine does it (copying verifies nothin
 Blocks come from, and go to, a host pool that is larger than the processor's cache, as a real one
 is. So does what is copied for comparison, and it goes to as much memory as the store's file has.
 
-glibc copies with `rep movsb` up to the size of the processor's second-level cache. LMDB keeps a
-value at 16 bytes from the start of its page, and to such an address some processors copy that way
-at less than half their speed. `GLIBC_TUNABLES` tells glibc better:
-
-    export GLIBC_TUNABLES=glibc.cpu.x86_rep_movsb_threshold=0x40000000
-
     python -m tests.benchmarks.lmdb_store --path /mnt/nvme0 --json lmdb_store.json
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
@@ -34,6 +29,7 @@ from tests.benchmarks.harness import (
     MIB,
     Batch,
     Result,
+    Timing,
     Variant,
     arguments,
     main,
@@ -42,6 +38,7 @@ from tests.benchmarks.harness import (
 )
 from tests.benchmarks.hops import Hops, store_context
 from tiered_kv.config import SizeOrPercent
+from tiered_kv.contracts import Place, StoreContext
 from tiered_kv.memory import HostBlockPool
 from tiered_kv_lmdb import LmdbSpec
 from tiered_kv_lmdb.settings import LmdbSettings
@@ -57,8 +54,41 @@ FLOOR = 0.5
 COPIES = 4
 """Times that the pool holds the batch."""
 
+MEMCPY = "memcpy (np.copyto)"
+
 FILLINGS = 4
 """Times the map's pages are gone through before the first round."""
+
+
+class _ClockedStore(LmdbStore):
+    """Tells how much processor time of a put is the index's: making blocks visible."""
+
+    def __init__(self, context: StoreContext) -> None:
+        super().__init__(context)
+        self._clock = threading.Lock()
+        self._published, self._seconds = 0, 0.0
+
+    def publish(self, places: Sequence[Place]) -> None:
+        began = time.thread_time()
+        super().publish(places)
+        with self._clock:
+            self._published += len(places)
+            self._seconds += time.thread_time() - began
+
+    def us_per_block(self) -> float:
+        """Microseconds of processor time, as a mean of all blocks so far."""
+        return self._seconds / self._published * 1e6
+
+
+def _processor_notes(timings: Mapping[str, Timing], publishing_us: float) -> dict[str, str]:
+    """Ratios of processor time, which other programs on the machine change little."""
+    copying = timings[MEMCPY].processor_us_per_block
+    put, get = (timings[name].processor_us_per_block for name in ("put", "get"))
+    return {
+        "processor time": f"put {copying / put:.2f} of memcpy's rate, get {copying / get:.2f}",
+        "publication": f"{publishing_us:.1f} us of a put's processor time per block; the put "
+        f"without it: {copying / (put - publishing_us):.2f}",
+    }
 
 
 def run(options: argparse.Namespace, batch: Batch, directory: Path) -> Result:
@@ -71,7 +101,7 @@ def run(options: argparse.Namespace, batch: Batch, directory: Path) -> Result:
         writemap=options.writemap,
     )
     with ExitStack() as stack:
-        store = LmdbStore(store_context(batch, settings))
+        store = _ClockedStore(store_context(batch, settings))
         stack.callback(store.close)
         hops = stack.enter_context(
             Hops(
@@ -98,7 +128,7 @@ def run(options: argparse.Namespace, batch: Batch, directory: Path) -> Result:
             copy()
         timings = measure(
             [
-                Variant("memcpy (np.copyto)", copy),
+                Variant(MEMCPY, copy),
                 Variant("put", hops.save, hops.forget),
                 Variant("get", hops.load_unverified, hops.wipe),
                 Variant("verified get", hops.load, hops.wipe),
@@ -110,16 +140,15 @@ def run(options: argparse.Namespace, batch: Batch, directory: Path) -> Result:
         modes = store.stat().modes
     notes = {
         "tier": ", ".join(f"{name} {value}" for name, value in modes.items()),
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "not set"),
         "threads": f"{hops.threads} calls at once, groups of "
         f"{hops.store_bytes // KIB} KiB stored, {hops.load_bytes // KIB} KiB loaded",
+        **_processor_notes(timings, store.us_per_block()),
     }
     floor = FLOOR if modes["writemap"] == "on" else None
-    memcpy = "memcpy (np.copyto)"
     ratios = (
-        ratio(timings, "put", memcpy, floor=floor),
-        ratio(timings, "get", memcpy, floor=floor),
-        ratio(timings, "verified get", memcpy),
+        ratio(timings, "put", MEMCPY, floor=floor),
+        ratio(timings, "get", MEMCPY, floor=floor),
+        ratio(timings, "verified get", MEMCPY),
     )
     return Result(batch, options.rounds, timings, ratios, notes)
 

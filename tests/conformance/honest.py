@@ -9,11 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreStat
+from tiered_kv.contracts import (
+    ChangeBatch,
+    NewBlock,
+    Place,
+    ReadResult,
+    Reconciliation,
+    StoredNamespace,
+    StoreStat,
+)
 from tiered_kv.errors import NoSpace, TierError
 from tiered_kv.testing.conformance.blocks import StoreArguments
 from tiered_kv.testing.conformance.stores import StoreCase
-from tiered_kv.values import BlockKey, BlockStatus
+from tiered_kv.values import BlockKey, BlockStatus, CacheGeometry, Namespace
 
 Name = tuple[bytes, BlockKey]
 OVERHEAD = 256
@@ -43,6 +51,9 @@ class Shelf:
     blocks: dict[Name, dict[int, Part]] = field(default_factory=dict)
     """In the order of their use."""
     log: list[tuple[Name, bool]] = field(default_factory=list)
+    known: dict[bytes, tuple[Namespace, CacheGeometry]] = field(default_factory=dict)
+    """What was opened for writing, by the namespace's id."""
+    writers: list[HonestStore] = field(default_factory=list)
 
 
 SHELVES: dict[Path, Shelf] = {}
@@ -58,6 +69,10 @@ class HonestStore:
         self.evicted = 0
         self.closed = False
         self.pid = os.getpid()
+        if arguments.writable:
+            geometry = arguments.with_(rank=0).geometry
+            self.shelf.known[self.namespace] = (arguments.namespace, geometry)
+            self.shelf.writers.append(self)
 
     # ------------------------------------------------------------------------------- the door
 
@@ -229,12 +244,55 @@ class HonestStore:
 
     def close(self) -> None:
         self.closed = True
+        self.shelf.writers = [one for one in self.shelf.writers if one is not self]
 
 
-def memory_case(store: type[HonestStore] = HonestStore) -> StoreCase:
+class HonestMaintenance:
+    def __init__(self, arguments: StoreArguments) -> None:
+        self.arguments = arguments
+        self.shelf = SHELVES.setdefault(arguments.path, Shelf())
+
+    def namespaces(self) -> list[StoredNamespace]:
+        with self.shelf.lock:
+            return [self.told(of) for of in sorted(self.shelf.known)]
+
+    def told(self, of: bytes) -> StoredNamespace:
+        namespace, geometry = self.shelf.known[of]
+        blocks = [parts for (mine, _), parts in self.shelf.blocks.items() if mine == of]
+        whole = sum(len(parts) == geometry.world_size for parts in blocks)
+        used = sum(len(part.data) for parts in blocks for part in parts.values())
+        return StoredNamespace(namespace, geometry, whole, used, self.in_use(of))
+
+    def in_use(self, of: bytes) -> bool:
+        return any(store.namespace == of for store in self.shelf.writers)
+
+    def reconcile(self, *, repair: bool) -> Reconciliation:
+        if repair and not self.arguments.writable:
+            raise ValueError("opened for looking only")
+        return Reconciliation()
+
+    def drop(self, namespace_id: bytes) -> int:
+        with self.shelf.lock:
+            if not self.arguments.writable or self.in_use(namespace_id):
+                raise ValueError("opened for looking only, or in use")
+            self.shelf.known.pop(namespace_id, None)
+            names = [name for name in self.shelf.blocks if name[0] == namespace_id]
+            for name in names:
+                del self.shelf.blocks[name]
+            return len(names)
+
+    def close(self) -> None:
+        pass
+
+
+def memory_case(
+    store: type[HonestStore] = HonestStore,
+    maintenance: type[HonestMaintenance] = HonestMaintenance,
+) -> StoreCase:
     """A store in the memory of one process."""
     return StoreCase(
         store,
+        open_maintenance=maintenance,
         directory=False,
         plain_bytes=False,
         shared_between_processes=False,

@@ -136,6 +136,12 @@ class TestBindsAChecksumOfItsOwn(StoreToCpu):
             return super()._get(spec)
 
 
+class TestVouchesForWhatItRead(StoreToCpu):
+    check = "test_wrong_bytes_never_count_as_right"
+    promise = HandlerPromise.VERIFIED_FIRST
+    handler = TestBindsAChecksumOfItsOwn.handler
+
+
 class TestWritesForeignSlots(StoreToCpu):
     check = "test_a_slot_that_was_given_out_anew_is_not_written"
     promise = HandlerPromise.OK_MEANS_THERE
@@ -314,6 +320,12 @@ class TestLoadsWithoutVerifying(StoreToGpu):
     class handler(DirectLoad):
         def verifies(self, spec: TransferSpec[Any, Any], i: int, area: int, wanted: Any) -> bool:
             return True
+
+
+class TestBelievesItsStore(StoreToGpu):
+    check = "test_wrong_bytes_never_count_as_right"
+    promise = HandlerPromise.VERIFIED_FIRST
+    handler = TestLoadsWithoutVerifying.handler
 
 
 class TestLosesStagingOfWhatWasGivenUp(StoreToGpu):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tests.conformance import bad_openers
-from tests.conformance.honest import HonestStore, Name, Part, memory_case
+from tests.conformance.honest import OVERHEAD, HonestStore, Name, Part, memory_case
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult
 from tiered_kv.errors import NoSpace
@@ -261,6 +261,48 @@ class TestKeepsTheSecondOfTwo(Saboteur):
             return iter(found + found[: self.twice])
 
 
+TOO_SMALL = "test_random_histories_of_a_store_that_is_too_small"
+
+
+class TestEvictsHalfBlocks(Saboteur):
+    check = TOO_SMALL
+    promise = StorePromise.EVICTS_WHOLE
+
+    class store(HonestStore):
+        def evict(self, name: Name) -> None:
+            self.evicted += self.whole(name)
+            parts = self.shelf.blocks.pop(name)
+            if len(parts) > 1:
+                del parts[min(parts)]
+                self.shelf.blocks[name] = parts
+
+
+class TestEvictsTooLate(Saboteur):
+    check = TOO_SMALL
+    promise = StorePromise.BUDGET
+
+    class store(HonestStore):
+        def make_room(self, wanted: int) -> None:
+            super().make_room(min(wanted, OVERHEAD))
+
+
+class TestReadsWhatItEvicted(Saboteur):
+    check = TOO_SMALL
+    promise = StorePromise.READ
+
+    class store(HonestStore):
+        def read_one(self, key: BlockKey, view: memoryview) -> ReadResult:
+            """Of a block that was evicted, what lies at its old place now."""
+            result = super().read_one(key, view)
+            if result.status is BlockStatus.OK or not self.evicted:
+                return result
+            name, parts = next(iter(self.shelf.blocks.items()))
+            assert name[1] != key
+            (part, *_) = parts.values()
+            view[: len(part.data)] = part.data
+            return ReadResult(BlockStatus.OK, part.checksum)
+
+
 # ---------------------------------------------------------------------------- with real files
 
 
@@ -284,6 +326,12 @@ class TestLosesWhatADeadProcessPublished(OnFiles):
     bad = StoreCase(bad_openers.open_apart_in_each_process, kills=1)
     check = "test_a_killed_process_leaves_all_that_it_published_and_nothing_else"
     promise = StorePromise.CONTAINS
+
+
+class TestLosesABlockOfADeadProcess(OnFiles):
+    bad = StoreCase(bad_openers.open_forgetful, examples=3)
+    check = "test_random_histories_among_processes_that_die"
+    promise = StorePromise.OUTLIVES
 
 
 class TestHidesBlocksFromOtherProcesses(OnFiles):

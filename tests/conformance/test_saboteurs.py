@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import saboteur_handlers, saboteur_stores
+from tests.conformance import saboteur_handlers, saboteur_maintenance, saboteur_stores
 from tiered_kv.testing.conformance.runs import CheckOutcome, run_instance
 
 pytestmark = pytest.mark.timeout(400)  # one child process for all of them
@@ -19,7 +19,8 @@ def saboteurs(module: ModuleType) -> dict[str, Any]:
     return {name: one for name, one in vars(module).items() if name.startswith("Test")}
 
 
-ALL = {module: saboteurs(module) for module in (saboteur_stores, saboteur_handlers)}
+MODULES = (saboteur_stores, saboteur_maintenance, saboteur_handlers)
+ALL = {module: saboteurs(module) for module in MODULES}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from tiered_kv import contracts, specs, values
 from tiered_kv.testing.conformance.contract import (
     BrokenPromise,
     HandlerPromise,
+    MaintenancePromise,
     StorePromise,
     owe,
     refused,
@@ -56,6 +57,7 @@ def test_failures_quote_the_contract_word_for_word() -> None:
     folder = Path(str(contracts.__file__)).parent
     said: dict[type[StrEnum], str] = {
         StorePromise: sentences(str(folder / "store.py")),
+        MaintenancePromise: sentences(str(folder / "maintenance.py")),
         HandlerPromise: sentences(
             *(str(folder / name) for name in ("handler.py", "store.py")),
             specs.__file__,
@@ -71,7 +73,7 @@ def test_failures_quote_the_contract_word_for_word() -> None:
 def test_every_promise_is_proved_by_some_check() -> None:
     folder = Path(str(sys.modules[owe.__module__].__file__)).parent
     text = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
-    for promises in (StorePromise, HandlerPromise):
+    for promises in (StorePromise, MaintenancePromise, HandlerPromise):
         unused = [p.name for p in promises if f"{promises.__name__}.{p.name}" not in text]
         assert unused == []
 

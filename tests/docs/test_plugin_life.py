@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import tiered_kv.plugins
-from tests.docs.pages import fenced
+from tests.docs.pages import fenced, page
 from tiered_kv.plugins import GROUP
+from tiered_kv.testing.faults import Effect
 
 
 def test_the_life_in_the_plugins_page(
@@ -28,9 +29,19 @@ def test_the_life_in_the_plugins_page(
     small = tiers.replace("1GiB", "128KiB", 1).replace("/tmp/shelf", str(tmp_path / "blocks"))
     (tmp_path / "deployment.yaml").write_text(small)
     monkeypatch.chdir(tmp_path)
-    [life] = [code for code in fenced("plugins.md", "py") if "Simulation(" in code]
+    life, with_faults = [code for code in fenced("plugins.md", "py") if "Simulation(" in code]
     (tmp_path / "life.py").write_text(life)
     runpy.run_path(str(tmp_path / "life.py"))
     said = capsys.readouterr().out
     print(said)
     assert "loaded_blocks: host" in said
+    (tmp_path / "with_faults.py").write_text(with_faults)
+    runpy.run_path(str(tmp_path / "with_faults.py"))
+    said = capsys.readouterr().out
+    print(said)
+    assert "failed_blocks: corrupt" in said
+
+
+def test_the_plugins_page_names_every_effect() -> None:
+    text = page("plugins.md")
+    assert [effect.name for effect in Effect if f"`{effect.name}`" not in text] == []

@@ -80,7 +80,7 @@ class Inject:
     file: str
     """The store's `plan`."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """What fails, see `plugins/faulty_store`; nothing if empty."""
+    """A `tiered_kv.testing.faults.FaultPlan` as JSON has it; nothing fails if empty."""
 
 
 @dataclass(frozen=True, slots=True)

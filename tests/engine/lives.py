@@ -15,7 +15,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.engine.actions import (
     Action,
@@ -49,6 +48,7 @@ from tests.engine.tiers import (
     prompt,
     transfer_config,
 )
+from tiered_kv.testing.faults import Effect, Fault, FaultPlan, Method
 
 PYTHONPATH = (PLUGINS / "faulty_store",)
 
@@ -88,8 +88,35 @@ RETRY = Sleep(2.0)
 
 WARM_ENGINE = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048")
 
-FIRST_MIDDLE_LAST = [[0], [BLOCKS // 2], [], [BLOCKS - 1], []]
-"""One read call per load; each that fails is followed by the load of the good prefix, if any."""
+READ_FAILS = {
+    "missing": Effect.VANISH,
+    "corrupt": Effect.FLIP,
+    "tier_error": Effect.BLOCK_ERROR,
+    "raise": Effect.TIER_ERROR,
+}
+"""How a read fails, by the name that it has in these lives."""
+
+NOTHING = FaultPlan()
+NOT_WRITING = FaultPlan(
+    faults=(Fault(method=Method.WRITE, effect=Effect.TIER_ERROR, calls=(1,)),),
+)
+
+
+def every_read(failure: str) -> FaultPlan:
+    """Every block of every read."""
+    return FaultPlan(faults=(Fault(method=Method.READ, effect=READ_FAILS[failure]),))
+
+
+def first_middle_last(failure: str) -> FaultPlan:
+    """One block of a load: there is one read call per load, and each that fails is followed by the
+    load of the good prefix, if any."""
+    effect = READ_FAILS[failure]
+    return FaultPlan(
+        faults=tuple(
+            Fault(method=Method.READ, effect=effect, calls=(call,), positions=(position,))
+            for call, position in ((1, 0), (2, BLOCKS // 2), (4, BLOCKS - 1))
+        )
+    )
 
 
 def ask(prompts: tuple[tuple[int, ...], ...], *tiers: str, name: str = "") -> Generate:
@@ -156,7 +183,7 @@ class Lives:
             ),
             *(ask(LOST_IN_PROCESS, name="cold"), Settle()),
             # The first, a middle and the last block of a load are gone.
-            *(self._inject(failure="missing", reads=FIRST_MIDDLE_LAST), ReadMetrics("missing: 0")),
+            *(self._inject(first_middle_last("missing")), ReadMetrics("missing: 0")),
             *(ResetPrefixCache(), ask(LOST_IN_PROCESS, "bad", name="missing")),
             *(Settle(), ReadMetrics("missing: 1")),
             *(ResetPrefixCache(), ask(LOST_IN_PROCESS, "bad", name="after missing")),
@@ -167,15 +194,15 @@ class Lives:
             pythonpath=PYTHONPATH,
         )
 
-    def _inject(self, **plan: Any) -> Inject:
-        return Inject(str(plan_file(self.store)), plan)
+    def _inject(self, plan: FaultPlan = NOTHING) -> Inject:
+        return Inject(str(plan_file(self.store)), plan.model_dump(mode="json"))
 
     def _every_load_fails(self, failure: str, load: Generate) -> tuple[Action, ...]:
         def named(name: str) -> Generate:
             return ask(LOST_IN_PROCESS, "bad", name=f"{failure}: {name}")
 
         return (
-            *(self._inject(failure=failure, every_read=True), ReadMetrics(f"{failure}: 0")),
+            *(self._inject(every_read(failure)), ReadMetrics(f"{failure}: 0")),
             *(ResetPrefixCache(), named("first"), Settle(), ResetPrefixCache(), named("second")),
             *(Settle(), ReadMetrics(f"{failure}: 1"), self._inject(), RETRY),
             *(ResetPrefixCache(), load, Settle(), ResetPrefixCache(), named("afterwards")),
@@ -213,7 +240,7 @@ class Lives:
             answer(ask(LOST_BY_SERVER, name="cold"))
             server.settle()
             at["corrupt: 0"] = server.metrics()
-            write_plan(plan, {"failure": "corrupt", "reads": FIRST_MIDDLE_LAST})
+            write_plan(plan, first_middle_last("corrupt").model_dump(mode="json"))
             server.reset_prefix_cache()
             answer(ask(LOST_BY_SERVER, "bad", name="corrupt"))
             server.settle()
@@ -222,7 +249,7 @@ class Lives:
             answer(ask(LOST_BY_SERVER, "bad", name="after corrupt"))
 
             at["raise: 0"] = server.metrics()
-            write_plan(plan, {"failure": "raise", "every_read": True})
+            write_plan(plan, every_read("raise").model_dump(mode="json"))
             for name in ("raise: first", "raise: second"):
                 server.reset_prefix_cache()
                 answer(ask(LOST_BY_SERVER, "bad", name=name))
@@ -243,7 +270,7 @@ class Lives:
             *(ask(STORED, "host", name="host"), ReadMetrics("host"), ResetPrefixCache()),
             *(ask(STORED, "ssd", name="ssd"), ReadMetrics("ssd"), ResetPrefixCache()),
             *(ask(STORED, "pins", name="pins"), ReadMetrics("pins")),
-            *(self._inject(failing_writes=1), ask(NOT_WRITTEN[:1], name="not written")),
+            *(self._inject(NOT_WRITING), ask(NOT_WRITTEN[:1], name="not written")),
             *(Settle(), RETRY, ask(NOT_WRITTEN[1:], name="written"), Settle()),
             *(ResetPrefixCache(), ReadMetrics("before bad")),
             *(ask(NOT_WRITTEN, "bad", name="bad"), ReadMetrics("bad")),

@@ -11,8 +11,6 @@ from typing import cast
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.utils.hashing import sha256_cbor, xxhash_cbor
-from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
 from vllm.v1.request import Request
@@ -22,7 +20,7 @@ from tiered_kv.errors import IdentityError, UnsupportedError
 from tiered_kv.specs import GpuBlock
 from tiered_kv.values import BlockKey, Fingerprint
 from tiered_kv.vllm import identity
-from tiered_kv.vllm.compat import check_flags, none_hash_seed
+from tiered_kv.vllm.compat import check_flags
 from tiered_kv.vllm.connector import TieredKVConnector
 from tiered_kv.vllm.jobs import gpu_spec
 
@@ -90,45 +88,6 @@ def test_the_drafting_model_is_part_of_the_identity(tmp_path: Path) -> None:
     assert len({name(None), name(b"12345678"), name(b"87654321")}) == 3
 
 
-def test_an_empty_hash_seed_is_a_seed_as_it_is_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "")
-    assert none_hash_seed() == "empty"
-    assert resolve_none_hash_seed(sha256_cbor) == ""
-
-
-@pytest.mark.parametrize("seed", [None, "0", "7"])
-def test_vllm_seeds_its_hashes_as_the_identity_says(
-    seed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F6: what `check_flags` lets pass is the same in every process, and its seed is known."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    if seed is not None:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-    seeds = {resolve_none_hash_seed(sha256_cbor) for _ in range(3)}
-    assert seeds == {none_hash_seed()}
-    drawn = {resolve_none_hash_seed(xxhash_cbor) for _ in range(3)}
-    assert len(drawn) == (3 if seed is None else 1)
-
-
-@pytest.mark.parametrize("seed", [None, "", "random", "7"])
-@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash_cbor", "sha256", "xxhash"])
-def test_block_hashes_that_differ_between_processes_fit_no_tier_that_lasts(
-    algorithm: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F6."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    if seed is not None:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-    given = flags(prefix_caching_hash_algo=algorithm)
-    check_flags(given, persistent=False)
-    if algorithm == "sha256_cbor" or (algorithm, seed) == ("xxhash_cbor", "7"):
-        check_flags(given, persistent=True)
-        return
-    with pytest.raises(UnsupportedError, match="--prefix-caching-hash-algo sha256_cbor") as caught:
-        check_flags(given, persistent=True)
-    assert ("PYTHONHASHSEED" in str(caught.value)) == (algorithm == "xxhash_cbor")
-
-
 def flags(**cache: object) -> VllmConfig:
     """Settings that are right but for these."""
     sound = {
@@ -170,7 +129,7 @@ def test_transfer_parameters_that_are_no_mapping_are_ignored(
     connector = object.__new__(TieredKVConnector)
     seen: list[object] = []
     half = SimpleNamespace(on_new_request=lambda request: seen.append(request.kv_transfer_params))
-    monkeypatch.setattr(TieredKVConnector, "manager", manager)
+    monkeypatch.setattr(TieredKVConnector, "_tiered", SimpleNamespace(core=manager))
     monkeypatch.setattr(connector, "connector_scheduler", half, raising=False)
     request = SimpleNamespace(request_id="q", kv_transfer_params="ssd", lora_request=None)
     with caplog.at_level(logging.WARNING):

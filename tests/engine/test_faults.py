@@ -74,7 +74,7 @@ def test_every_load_of_a_server_raises(served: ServerRun) -> None:
 def test_failed_stores_leave_no_trace(separate: EngineRun, last: EngineRun) -> None:
     loaded = separate.answers["bad"]
     print("cached tokens:", cached(loaded))
-    assert "faulty store: write 0 of" in separate.log
+    assert "faulty store: tier_error at call 1 of write" in separate.log
     assert cached(loaded) == [0, 32 * BLOCKS]
     assert loaded_bytes(separate.at["before bad"], separate.at["bad"], "bad") > 0
     assert_equal(loaded, last.answers["plain"][4:6])

@@ -63,6 +63,20 @@ def test_explain_shows_its_own_way_beside_the_one_through_the_host(
     assert "rows->cpu->gpu" in text
 
 
+def test_its_blocks_can_be_looked_after(site: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", str(wheel.SOURCE / "looked_after.py"), str(config(tmp_path))],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(site)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("6 blocks were looked after\n")
+
+
 def test_the_core_does_not_name_it(source: Path) -> None:
     files = [
         path

@@ -25,7 +25,14 @@ from tests.fakes.cuda_driver import DeviceMemory, FakeCudaDriver
 from tests.fakes.kvikio_process import DEVICE_READS, perform
 from tests.stores.nvme_parts import MIB, segment_files, settings
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import BlockStore, HandlerContext, NewBlock, StoreContext
+from tiered_kv.contracts import (
+    BlockStore,
+    HandlerContext,
+    NewBlock,
+    StoreContext,
+    Verification,
+    VerifyAlways,
+)
 from tiered_kv.engine import EngineLimits, TransferEngine, register_store_handlers
 from tiered_kv.errors import TierError, UnsupportedError
 from tiered_kv.memory import HostBlockPool, KVCaches, make_staging
@@ -95,6 +102,7 @@ class Rig:
         *,
         areas: int = 16,
         gpu_direct: str = "on",
+        verification: Verification | None = None,
         **extra: object,
     ) -> None:
         self.caches, self.geometry = cache
@@ -113,6 +121,7 @@ class Rig:
             store=self.store,
             caches=self.caches,
             staging=lambda: self.staging,
+            verification=verification or VerifyAlways(),
         )
         self.saver = GpuToNvmeHandler(context)
         self.loader = NvmeToGpuHandler(context)

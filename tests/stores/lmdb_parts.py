@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiered_kv.config import SizeOrPercent
-from tiered_kv.contracts import BlockStore, StoreContext
+from tiered_kv.contracts import BlockStore, MaintenanceContext, StoreContext, StoreMaintenance
 from tiered_kv.testing.conformance.blocks import StoreArguments
 from tiered_kv_lmdb import backend
 from tiered_kv_lmdb.settings import LmdbSettings
@@ -29,6 +29,12 @@ def context_of(arguments: StoreArguments) -> StoreContext:
 def open_lmdb(arguments: StoreArguments) -> BlockStore:
     assert backend.open_store is not None
     return backend.open_store(context_of(arguments))
+
+
+def look_after_lmdb(arguments: StoreArguments) -> StoreMaintenance:
+    assert backend.open_maintenance is not None
+    settings = context_of(arguments).settings
+    return backend.open_maintenance(MaintenanceContext("pins", settings, arguments.writable))
 
 
 def open_into_map(arguments: StoreArguments) -> BlockStore:

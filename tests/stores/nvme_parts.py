@@ -10,7 +10,13 @@ from typing import Any
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.config import SizeOrPercent
-from tiered_kv.contracts import BlockStore, NewBlock, StoreContext
+from tiered_kv.contracts import (
+    BlockStore,
+    MaintenanceContext,
+    NewBlock,
+    StoreContext,
+    StoreMaintenance,
+)
 from tiered_kv.testing.conformance.blocks import StoreArguments
 from tiered_kv.values import BlockKey
 from tiered_kv_nvme import backend
@@ -21,13 +27,26 @@ MIB = 2**20
 
 
 def settings(arguments: StoreArguments) -> NvmeSettings:
+    extra = dict(arguments.extra)
     values: dict[str, Any] = {
         "name": "ssd",
-        "path": arguments.path,
         "capacity": arguments.capacity,
         "min_free": SizeOrPercent(size=0),
     }
-    return NvmeSettings.model_validate(values | dict(arguments.extra))
+    if "paths" not in extra:
+        values["path"] = arguments.path
+    return NvmeSettings.model_validate(values | extra)
+
+
+def stripes_of(path: Path) -> tuple[Path, ...]:
+    """The directories of a tier that is spread over three of them."""
+    return tuple(path / name for name in ("first", "second", "third"))
+
+
+def open_striped(arguments: StoreArguments) -> BlockStore:
+    """A tier in three directories below `arguments.path`."""
+    paths = ("paths", stripes_of(arguments.path))
+    return open_nvme(arguments.with_(extra=(paths, *arguments.extra)))
 
 
 def open_nvme(arguments: StoreArguments) -> BlockStore:
@@ -43,8 +62,19 @@ def open_nvme(arguments: StoreArguments) -> BlockStore:
     )
 
 
+def look_after_nvme(arguments: StoreArguments) -> StoreMaintenance:
+    assert backend.open_maintenance is not None
+    context = MaintenanceContext("ssd", settings(arguments), arguments.writable)
+    return backend.open_maintenance(context)
+
+
+def look_after_striped(arguments: StoreArguments) -> StoreMaintenance:
+    paths = ("paths", stripes_of(arguments.path))
+    return look_after_nvme(arguments.with_(extra=(paths, *arguments.extra)))
+
+
 def segment_files(path: Path) -> list[Path]:
-    return sorted(file for file in path.iterdir() if SEGMENT.fullmatch(file.name))
+    return sorted(file for file in path.rglob("segment-*") if SEGMENT.fullmatch(file.name))
 
 
 def slot(length: int, fill: int = 0) -> memoryview:

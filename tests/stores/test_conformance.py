@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.conformance_cases import LMDB, LMDB_MAP, NVME
+from tests.stores.conformance_cases import LMDB, LMDB_MAP, NVME, STRIPED
 from tiered_kv.testing.conformance.stores import StoreArguments, StoreCase, StoreConformance
 from tiered_kv.testing.conformance.stores.reading import ReadingChecks
 from tiered_kv_nvme.posix import probe_direct
@@ -23,6 +23,12 @@ class TestNvme(StoreConformance):
     @pytest.fixture
     def case(self) -> StoreCase:
         return NVME
+
+
+class TestStripedNvme(StoreConformance):
+    @pytest.fixture
+    def case(self) -> StoreCase:
+        return STRIPED
 
 
 class TestLmdb(StoreConformance):

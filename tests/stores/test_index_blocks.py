@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.index import BlockIndex, Environment, FullKey, Holdings, Row
@@ -441,6 +442,41 @@ def test_the_key_set_is_a_set() -> None:
     assert len(model) > 500
 
 
+def test_a_key_set_is_taken_away_from_one_of_the_same_seed() -> None:
+    one = KeySet()
+    two = KeySet(one.seed)
+    one.add(number.to_bytes(2, "big") for number in range(3000))
+    two.add(number.to_bytes(2, "big") for number in range(2000, 5000))
+    one.difference_update(two)
+    assert len(one) == 2000
+    asked = [number.to_bytes(2, "big") for number in (0, 1999, 2000, 4999)]
+    assert one.contains(asked) == [True, True, False, False]
+    assert two.contains(asked) == [False, False, True, True]
+    assert KeySet().seed != one.seed
+
+
+def test_keys_of_one_hash_count_as_one_until_the_first_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those whose hash is one of the two numbers that mark a place of the table."""
+
+    def digest(key: bytes, seed: int) -> int:
+        assert seed == 7
+        return key[0]
+
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", digest)
+    for first in (0, 1, 2, 200):
+        ours = KeySet(7)
+        pair = [bytes([first, 1]), bytes([first, 2])]
+        ours.add(pair)
+        assert (len(ours), ours.contains(pair)) == (1, [True, True])
+        assert ours.contains([b"\x64"]) == [False]
+        ours.discard(pair[:1])
+        assert (len(ours), ours.contains(pair)) == (0, [False, False])
+        ours.add(pair[1:])
+        assert ours.contains(pair) == [True, True]
+
+
 def test_the_key_set_takes_at_most_40_bytes_a_key_and_bounded_room_under_churn() -> None:
     keyset = KeySet()
     for start in range(0, 200_000, 1000):
@@ -455,3 +491,37 @@ def test_the_key_set_takes_at_most_40_bytes_a_key_and_bounded_room_under_churn()
     assert len(keyset) == 200_000
     assert keyset.nbytes <= 2 * largest
     assert keyset.contains([]) == []
+
+
+def test_a_block_whose_row_was_lost_is_visible_again_when_it_is_published(
+    environment: Environment,
+) -> None:
+    index = make_index(environment)
+    publish(environment, index, 1, 2)
+    rows = environment.database("rows")
+    with environment.write() as txn:
+        assert txn.delete(index.full_keys(keys([1]))[0] + b"\0\0", db=rows)
+    publish(environment, index, 1)
+    assert index.contains(keys([1, 2])) == [True, True]
+    assert index.count() == 2
+
+
+@pytest.mark.parametrize("found", [b"", b"\xff" * 24])
+def test_a_damaged_counter_gives_no_number_twice(environment: Environment, found: bytes) -> None:
+    index = make_index(environment)
+    publish(environment, index, *range(10))
+    with environment.write() as txn:
+        first = index.next_generation(txn, 100)
+        number = index.slot_class(txn, 0, 4096)
+    meta = environment.database("meta")
+    for name in (b"tick", b"generation", b"log", b"class"):
+        with environment.write() as txn:
+            assert txn.get(name, db=meta)
+            txn.put(name, found, db=meta)
+    cursor = index.changes(None).cursor
+    publish(environment, index, *range(10, 20))
+    assert index.changes(cursor).restart
+    with environment.write() as txn:
+        assert index.next_generation(txn, 1) > first + 100
+        assert index.slot_class(txn, 1, 4096) > number
+    assert oldest(environment, index, 10) == index.full_keys(keys(reversed(range(10))))

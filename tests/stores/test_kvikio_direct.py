@@ -36,5 +36,12 @@ def test_a_fault_costs_at_most_a_miss(name: str, tmp_path: Path) -> None:
     assert copies > 0
 
 
+def test_a_striped_tier_goes_directly_too(tmp_path: Path) -> None:
+    result = run_scenario("tests.stores.kvikio_striped", "striped", tmp_path)
+    copies = result["device copies"]
+    assert isinstance(copies, int)
+    assert copies >= 12
+
+
 def test_the_setting_decides(tmp_path: Path) -> None:
     run_scenario(MODULE, "settings_decide", tmp_path)

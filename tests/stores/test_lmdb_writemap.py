@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -157,28 +156,3 @@ def test_it_is_off_on_a_file_system_that_promises_no_room() -> None:
         put(store, range(5))
         assert_held(store, range(5))
         store.close()
-
-
-@pytest.mark.faults
-def test_a_disk_that_others_fill_up_does_not_kill_it(tmp_path: Path) -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("mkfs.ext4") is None:
-        pytest.skip("needs root, unshare and mkfs.ext4")
-    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
-    point, image = tmp_path / "disk", tmp_path / "image"
-    point.mkdir()
-    with image.open("wb") as file:
-        file.truncate(36 * MIB)
-    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
-    command = [sys.executable, "-m", "tests.stores.lmdb_full_disk", str(point), str(image)]
-    done = subprocess.run(
-        ["unshare", "-m", *command],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=90,
-    )
-    print(done.stdout[-3000:])
-    assert done.returncode == 0, (done.returncode, done.stderr)

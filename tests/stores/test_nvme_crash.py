@@ -1,12 +1,8 @@
-"""Crashes of a process, lost indexes, and what is left to rebuild them from."""
+"""Crashes of a process, and what they leave on the disk."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,102 +14,14 @@ from tiered_kv.testing.conformance.blocks import (
     NAMESPACE,
     StoreArguments,
     aligned_copy,
-    assert_held,
     content,
-    disk_bytes,
     key,
-    keys,
     new_block,
     put,
     reserved,
 )
-from tiered_kv.testing.conformance.children import run_until_stage
 from tiered_kv.values import PAGE_BYTES
 from tiered_kv_nvme.headers import SegmentHeader, SlotEntry
-
-
-def reserve_and_die(arguments: StoreArguments, count: int) -> None:
-    """Child process: reserves, writes, and is gone before it publishes."""
-    store = open_nvme(arguments)
-    places = reserved(store, [new_block(n) for n in range(count)])
-    store.write(places[:4], [aligned_copy(content(n)) for n in range(4)])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_what_a_dead_process_had_reserved_is_free_again(tmp_path: Path) -> None:
-    """Half the tier is reserved and lost, three times, beside a store that stays open."""
-    arguments = StoreArguments(tmp_path / "tier")
-    context = multiprocessing.get_context("spawn")
-    store = open_nvme(arguments)
-    put(store, range(1000, 1010))
-    count = arguments.capacity // BLOCK_BYTES // 2
-    for _ in range(3):
-        child = context.Process(target=reserve_and_die, args=(arguments, count))
-        child.start()
-        child.join(60)
-        assert child.exitcode == -signal.SIGKILL
-        assert not any(store.contains(keys(range(count))))
-    for first in range(0, count, 8):
-        put(store, range(first, first + 8))
-    stat = store.stat()
-    print(f"3 x {count} slots lost, then {count} blocks stored, {stat.evicted_blocks} evicted")
-    assert stat.evicted_blocks == 0
-    assert_held(store, range(1000, 1010))
-    assert_held(store, range(count))
-    assert disk_bytes(arguments.path) <= arguments.capacity
-    store.close()
-
-
-def test_segments_without_an_index_are_free_again(tmp_path: Path) -> None:
-    arguments = StoreArguments(tmp_path / "tier")
-    for _ in range(3):
-        store = open_nvme(arguments)
-        assert store.stat().blocks == 0
-        for first in range(0, 400, 8):
-            put(store, range(first, first + 8))
-        assert disk_bytes(arguments.path) <= arguments.capacity
-        store.close()
-        assert len(segment_files(arguments.path)) > 3
-        shutil.rmtree(arguments.path / "index")
-
-
-def test_a_damaged_index_starts_empty(tmp_path: Path) -> None:
-    """Killed, then the index is overwritten with garbage: misses, and the space comes back."""
-    arguments = StoreArguments(tmp_path / "tier")
-    _, published = run_until_stage(open_nvme, arguments, 0, 40)
-    first = 1000
-    data = arguments.path / "index" / "data.mdb"
-    garbage = random.Random(1).randbytes(data.stat().st_size)
-    data.write_bytes(garbage)
-    store = open_nvme(arguments)
-    assert published
-    assert not any(store.contains(keys(published)))
-    assert segment_files(arguments.path) == []
-    for start in range(first, first + 400, 8):
-        put(store, range(start, start + 8))
-    assert_held(store, range(first + 392, first + 400))
-    assert disk_bytes(arguments.path) <= arguments.capacity
-    store.close()
-
-
-def test_files_of_a_store_that_died_while_making_them_are_swept(tmp_path: Path) -> None:
-    arguments = StoreArguments(tmp_path / "tier")
-    store = open_nvme(arguments)
-    put(store, range(8))
-    store.close()
-    (known,) = segment_files(arguments.path)
-    empty = arguments.path / "segment-000031"
-    empty.touch()
-    unknown = arguments.path / "segment-000032"
-    shutil.copy(known, unknown)
-    probe = arguments.path / "17-17-probe.tmp"
-    probe.touch()
-    store = open_nvme(arguments)
-    assert not empty.exists()
-    assert not unknown.exists()
-    assert not probe.exists()
-    assert_held(store, range(8))
-    store.close()
 
 
 def table(path: Path) -> Iterator[tuple[SegmentHeader, SlotEntry, bytes]]:

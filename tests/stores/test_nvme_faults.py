@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.tracing import injected
 from tests.stores.nvme_parts import MIB, open_nvme, segment_files, slot
 from tests.stores.nvme_parts import settings as nvme_settings
 from tiered_kv.contracts import BlockStore
@@ -39,9 +40,10 @@ from tiered_kv.values import FORMAT_VERSION, BlockStatus
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.groups import EndOfFile, Group
 from tiered_kv_nvme.headers import MAGIC
-from tiered_kv_nvme.posix import DirectMode, PosixIo, probe_direct
+from tiered_kv_nvme.posix import PosixIo, probe_direct
 from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.space import Space
+from tiered_kv_nvme.stripes import Stripes
 from tiered_kv_nvme.writing import Writer
 
 
@@ -253,6 +255,52 @@ def test_a_short_write_leaves_nothing_visible(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.faults
+def test_a_write_that_really_fails_leaves_nothing_visible(
+    store: BlockStore, arguments: StoreArguments, tmp_path: Path
+) -> None:
+    put(store, range(8))
+    said: list[str] = []
+    files = segment_files(arguments.path)
+    with injected("pwritev2:error=EIO", paths=files, log=tmp_path / "log") as hits:
+        for first in range(100, 164, 16):
+            try:
+                put(store, range(first, first + 16))
+            except TierError as error:
+                said.append(str(error))
+                assert not any(store.contains(keys(range(first, first + 16))))
+    refused = len(said)
+    assert all("Input/output error" in text for text in said)
+    print(f"{len(hits)} writes failed, {refused} of 4 batches refused")
+    assert hits
+    assert refused > 0
+    put(store, range(100, 164))
+    assert_held(store, [*range(8), *range(100, 164)])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("call", ["preadv2", "pwritev2"])
+def test_calls_that_claim_what_they_did_not_do_are_found_out(
+    store: BlockStore, tmp_path: Path, call: str
+) -> None:
+    """A call that says it moved 512 bytes, and moved none: the rest is moved, and the checksum
+    tells."""
+    put(store, range(8))
+    first = 8 if call == "pwritev2" else 0
+    with injected(f"{call}:retval=512:when=1", log=tmp_path / "log") as hits:
+        if call == "pwritev2":
+            put(store, range(8, 16))
+        reads = get(store, range(16))
+    bad = [n for n, read in enumerate(reads) if read.result.status is BlockStatus.OK]
+    bad = [n for n in bad if not reads[n].sound]
+    print(f"{len(hits)} calls were not made, blocks {bad} do not verify")
+    assert len(hits) == 1
+    assert bad == [first]
+    store.discard([new_block(n) for n in bad if call == "pwritev2"])
+    put(store, range(16))
+    assert_held(store, range(16))
+
+
 # ------------------------------------------------------------------------------ wrong directory
 
 
@@ -394,16 +442,17 @@ def test_room_of_a_write_that_was_given_up_is_free_when_it_has_ended(
     settings = nvme_settings(arguments)
     store = open_nvme(arguments)
     put(store, range(4))
-    files = SegmentFiles(arguments.path, "ssd", DirectMode(0, "test"), writable=True, sync=False)
+    stripes = Stripes(settings, "ssd")
+    stripes.find()
+    files = SegmentFiles(stripes, "ssd", writable=True, sync=False)
     environment = Environment.open(
-        arguments.path / "index", kind="nvme", tier="ssd", max_bytes=4 * MIB, writable=True
+        stripes.index_path, kind="nvme", tier="ssd", max_bytes=4 * MIB, writable=True
     )
+    stripes.settle(environment)
     index = BlockIndex(environment, arguments.namespace, arguments.geometry)
     space = Space(environment, index, files, arguments.namespace.id)
-    io = HeldIo(0)
-    budget = Budget(
-        settings, arguments.path / "index", least_slot=BLOCK_BYTES, largest_slot=BLOCK_BYTES
-    )
+    io = HeldIo(stripes.alignment)
+    budget = Budget(settings, stripes, least_slot=BLOCK_BYTES, largest_slot=BLOCK_BYTES)
     writer = Writer(settings, space, files, io, budget, 0)
     try:
         places = [place for place in writer.reserve([new_block(50)]) if place is not None]

@@ -26,6 +26,7 @@ from tests.unit.doubles import (
     key,
 )
 from tiered_kv.checksum import BlockChecksum
+from tiered_kv.contracts import VerifyMode
 from tiered_kv.engine import (
     DeviceStagingFactory,
     EngineLimits,
@@ -100,6 +101,7 @@ class Rig:
     """Whether there are handlers between "fast" and host slots."""
     attach: bool = True
     device_staging: DeviceStagingFactory = make_staging
+    verify: Mapping[str, VerifyMode] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self) -> None:
@@ -134,6 +136,7 @@ class Rig:
             ),
             stats=self.stats,
             caches=cast(KVCaches, self.cache),
+            verify=self.verify,
             device_staging=self.device_staging,
         )
         if self.attach:

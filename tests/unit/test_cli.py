@@ -356,6 +356,7 @@ def test_check_stores_reads_back_and_deletes_a_block_in_every_tier(
             assert detail.startswith("1000001 bytes stored, 1000001 loaded, compared")
         modes = ran.json["modes"]
         assert modes["ssd"]["io"] in ("direct", "buffered")
+        assert modes["ssd"]["verify"] == modes["pins"]["verify"] == "always"
         assert {"copy", "checksum"} <= set(modes["host"])
         assert modes["host"]["memory"] == "pageable (no device asks for pinned memory)"
         assert modes["host"]["pages"].split()[0] in ("huge", "base")
@@ -449,3 +450,16 @@ def test_a_plugin_that_breaks_its_contract_is_a_failed_check(
     ok, detail = findings(ran, "self-test")["b"]
     assert not ok
     assert detail == "tier 'b' breaks the contract of a backend by raising ZeroDivisionError: oops"
+
+
+@pytest.mark.parametrize("command", ["schema", "backends"])
+def test_where_stdout_has_no_room_it_is_told_in_one_line(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", "from tiered_kv.cli import main; main()", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ran.returncode, ran.stderr) == (1, "error: [Errno 28] No space left on device\n")

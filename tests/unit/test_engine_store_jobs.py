@@ -254,7 +254,7 @@ def test_a_block_that_the_store_has_is_not_written_again() -> None:
 
 
 def test_a_hanging_write_takes_the_tier_out_and_drops_what_is_queued() -> None:
-    with Rig(threads=1, store_deadline=1.0) as rig:
+    with Rig(threads=1, store_deadline=2.0) as rig:
         rig.fast.writing.shut()
         [result] = rig.run(rig.store(1, range(5), FastSpec, SlowSpec))
         assert result.ok
@@ -297,7 +297,7 @@ def test_without_host_slots_blocks_go_through_staging() -> None:
 
 
 def test_staging_that_does_not_come_in_time_is_no_space() -> None:
-    with Rig(staging_slots=4, tier_slots=0, store_deadline=0.05) as rig:
+    with Rig(staging_slots=4, tier_slots=0, store_deadline=1.0) as rig:
         rig.fast.writing.shut()
         [result] = rig.run(rig.store(1, range(6), FastSpec, slots=False))
         assert list(result.statuses).count(OK) == 2

@@ -325,7 +325,8 @@ def test_only_blocks_computed_often_enough_are_stored() -> None:
 def test_blocks_of_an_adapter_without_identity_stay_in_the_host_tier() -> None:
     b = bench()
     b.disk.known = dict.fromkeys(keys("z"), True)
-    b.manager.on_new_request("lora", host_only=True)
+    b.manager.on_new_request("lora")
+    b.manager.keep_in_host("lora")
     assert b.answers("lora", keys("z")) == [Answer.MISS]
     plan = b.manager.prepare_store("lora", keys("a"))
     assert plan.keys == tuple(keys("a"))

@@ -6,7 +6,7 @@ Each test fails without the defence that it is named for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
 from dataclasses import replace
 
 import pytest
@@ -24,8 +24,9 @@ from tiered_kv.contracts import API_VERSION, Backend
 from tiered_kv.errors import IdentityError, TierError
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import CpuSpec, GpuSpec, HopResult, TransferSpec
+from tiered_kv.testing.faults import Effect, Fault, Method
 from tiered_kv.testing.simulation import Phase, SimulatedModel, Simulation, Workload
-from tiered_kv.values import GPU, BlockKey, BlockStatus, CacheGeometry
+from tiered_kv.values import GPU, BlockKey, CacheGeometry
 from tiered_kv_gpu.handlers import CpuToGpuHandler, GpuToCpuHandler
 
 ONE = SimulatedModel(blocks=40)
@@ -45,13 +46,13 @@ def test_f1_a_block_that_cannot_be_read_is_recomputed(which: str, kind: str) -> 
         store_prompt(sim, PROMPT)
         keys = list(sim.blocks(PROMPT))
         bad = [keys[i] for i in WHICH[which]]
-        for key in bad:
-            if kind == "fails":
-                stage.disk.answers[key] = BlockStatus.TIER_ERROR
-            elif kind == "is corrupt":
+        if kind == "is corrupt":
+            for key in bad:
                 stage.disk.spoil(key)
-            else:
-                stage.disk.answers[key] = BlockStatus.MISSING
+        else:
+            effect = Effect.BLOCK_ERROR if kind == "fails" else Effect.VANISH
+            fault = Fault(method=Method.READ, effect=effect, keys=frozenset(bad))
+            stage.disk.faults.inject(fault)
         request = load_prompt(sim, PROMPT)
         print(sim.counts)
         assert sim.counts.failed_loads == 1
@@ -79,7 +80,7 @@ def test_f1_one_failing_rank_of_two_fails_the_load() -> None:
         # The other rank finds its own part whole, or the row already dropped by this one.
         assert sim.counts.failed_blocks["corrupt"] == 1
         assert set(sim.counts.failed_blocks) <= {"corrupt", "missing"}
-        assert not sim.counts.loaded_blocks
+        assert sim.counts.loaded_blocks.total() == 0
         assert sim.counts.recomputes == 1
         assert sim.audit() == ()
 
@@ -88,15 +89,17 @@ def test_f1_a_tier_that_fails_altogether_costs_a_recompute_per_request_at_most()
     stage = Stage(retry_backoff=60.0)
     with Simulation(stage.assembly, ONE) as sim:
         store_prompt(sim, PROMPT)
-
-        def fail(method: str, keys: Sequence[BlockKey]) -> None:
-            raise TierError("the device is gone", tier="ssd")
-
-        stage.disk.trouble = fail
+        stage.disk.faults.inject(
+            *(
+                Fault(method=method, effect=Effect.TIER_ERROR)
+                for method in (Method.RESERVE, Method.WRITE, Method.PUBLISH, Method.READ)
+            )
+        )
         for _ in range(3):
             load_prompt(sim, PROMPT)
             sim.forget_device_cache()
-        print(sim.counts)
+        print(sim.counts, stage.disk.faults.injected())
+        assert stage.disk.faults.injected()[Method.READ, Effect.TIER_ERROR] > 0
         assert sim.counts.failed_loads == 1
         assert sim.audit() == ()
 
@@ -108,7 +111,8 @@ def test_blocks_that_were_recomputed_are_loaded_from_the_host_while_their_tier_i
         sim.manager.reset()  # the host tier is empty; a new life follows
     with Simulation(stage.assembly, ONE) as sim:
         assert sim.wait_found(PROMPT)
-        stage.disk.answers[next(iter(sim.blocks(PROMPT)))] = BlockStatus.TIER_ERROR
+        first = frozenset([next(iter(sim.blocks(PROMPT)))])
+        stage.disk.faults.inject(Fault(method=Method.READ, effect=Effect.BLOCK_ERROR, keys=first))
         load_prompt(sim, PROMPT, None)
         assert sim.counts.failed_loads == 1
         assert sim.lookup(PROMPT, "host") == [Answer.HIT] * 8
@@ -277,7 +281,10 @@ def test_f10_a_store_that_is_held_beyond_the_flush_publishes_nothing(end: str) -
         assert sim.audit() == ()
 
 
-def test_f10_a_flushed_store_has_read_its_blocks_before_they_are_written() -> None:
+def test_f10_a_flushed_store_has_read_its_blocks_before_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiered_kv.connector.worker.FLUSH_SECONDS", 30.0)
     stage = Stage()
     with Simulation(stage.assembly, SimulatedModel(blocks=12, ranks=2)) as sim:
         assert sim.wait_ready()
@@ -326,7 +333,7 @@ def test_f10_a_store_of_blocks_that_have_a_new_owner_already_reads_them_first() 
 
 @pytest.mark.parametrize("end", ["deadline", "abort"])
 def test_f51_a_read_that_returns_late_writes_into_no_block_of_the_engine(end: str) -> None:
-    stage = Stage(load_deadline=0.3 if end == "deadline" else 2.0, retry_backoff=60.0)
+    stage = Stage(load_deadline=1.0 if end == "deadline" else 2.0, retry_backoff=60.0)
     model = SimulatedModel(blocks=12)
     with Simulation(stage.assembly, model) as sim:
         store_prompt(sim, PROMPT)
@@ -357,16 +364,17 @@ def test_f51_a_read_that_returns_late_writes_into_no_block_of_the_engine(end: st
 
 
 def test_f51_a_last_copy_that_has_begun_is_awaited() -> None:
-    stage = Stage(load_deadline=0.2)
+    stage = Stage(load_deadline=1.0)
     with Simulation(stage.assembly, SimulatedModel(blocks=12)) as sim:
         store_prompt(sim, PROMPT)
         stage.scatter.shut()
         late = sim.add(PROMPT, 1, tiers={"ssd"})
         sim.step()
         assert stage.scatter.wait_held()
+        began = time.monotonic()
         sim.abort(late)
         other = sim.add(tokens(2, 36), 4, tiers=())
-        for _ in range(30):
+        while time.monotonic() < began + 1.2:  # beyond the deadline
             sim.step()
         assert sim.free_blocks == 3, "its blocks are still the copy's"
         assert other.computed == 0
@@ -474,7 +482,7 @@ def test_f52_after_new_weights_no_older_block_is_served() -> None:
 
 
 def test_f31_requests_that_share_a_prefix_load_it_once() -> None:
-    stage = Stage()
+    stage = Stage(lookup_wait=20.0)  # nobody gives up waiting and computes it
     with Simulation(stage.assembly, ONE) as sim:
         store_prompt(sim, PROMPT)
         stage.disk.reading.shut()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 
 from tests.unit.simulation_rig import FULL, WINDOW, Stage
-from tiered_kv.errors import DeadlineExceeded, NoSpace, TierError
+from tiered_kv.testing.faults import Effect, Fault, Method
 from tiered_kv.testing.memory_tier import MemoryDisk
 from tiered_kv.testing.simulation import SimulatedGroup, SimulatedModel, Simulation, Workload
-from tiered_kv.values import BlockKey, BlockStatus
+from tiered_kv.values import BlockKey
 
 SMALL_POOL = SimulatedModel(groups=(FULL, WINDOW), ranks=2, blocks=36, chunk=2)
 ONE_GROUP = SimulatedModel(groups=(SimulatedGroup(),), ranks=2, blocks=30)
@@ -27,49 +26,65 @@ class Chaos:
         self._disk = disk
         self._random = random.Random(f"chaos {seed}")
         self._bad_until = 0
-        self.did: Counter[str] = Counter()
-        disk.trouble = self._trouble
+        self._unreadable: dict[BlockKey, Effect] = {}
+        self._before = disk.faults.injected()
+        self._did: Counter[str] = Counter()
 
-    def _trouble(self, method: str, keys: Sequence[BlockKey]) -> None:
-        """Called from the tier's threads, so that what it draws depends on them."""
-        if not self._bad_until:
-            return
-        self.did[f"{method} raises"] += 1
-        error = self._random.choice(
-            [
-                TierError("the device is gone", tier="ssd"),
-                NoSpace("no room"),
-                DeadlineExceeded("not in time"),
-                KeyError("a bug of the store"),
-            ]
+    @property
+    def did(self) -> Counter[str]:
+        """What was done so far."""
+        injected = self._disk.faults.injected() - self._before
+        return self._did + Counter({f"{m} {e}": n for (m, e), n in injected.items()})
+
+    def _inject(self) -> None:
+        """Bad times, if they are now, and blocks that cannot be read."""
+        bad = [
+            Fault(method=method, effect=effect, chance=chance)
+            for method in (Method.RESERVE, Method.WRITE, Method.PUBLISH, Method.READ)
+            for effect, chance in (
+                (Effect.TIER_ERROR, 1 / 4),
+                (Effect.NO_SPACE, 1 / 3),
+                (Effect.BUG, 1 / 2),
+                (Effect.EIO, 1.0),
+            )
+        ]
+        unreadable = (
+            Fault(method=Method.READ, effect=effect, keys=frozenset([key]))
+            for key, effect in self._unreadable.items()
         )
-        raise error
+        self._disk.faults.inject(
+            *(bad if self._bad_until else ()), *unreadable, seed=self._random.randrange(2**32)
+        )
 
     def step(self, number: int) -> None:
         disk, draw = self._disk, self._random.random
-        self._bad_until = 0 if number >= self._bad_until else self._bad_until
+        if self._bad_until and number >= self._bad_until:
+            self._bad_until = 0
+            self._inject()
         if not self._bad_until and draw() < 0.02:
             self._bad_until = number + 4
-            self.did["bad times"] += 1
+            self._did["bad times"] += 1
+            self._inject()
         for name, valve in (("reads", disk.reading), ("writes", disk.writing)):
             if draw() < 0.03:
                 valve.shut()
-                self.did[f"{name} hang"] += 1
+                self._did[f"{name} hang"] += 1
             elif draw() < 0.12:
                 valve.open()
         keys = sorted(disk.keys())
         if keys and draw() < 0.1:
             disk.spoil(self._random.choice(keys))
-            self.did["bits flipped"] += 1
+            self._did["bits flipped"] += 1
         if keys and draw() < 0.05:
-            key = self._random.choice(keys)
-            disk.answers[key] = self._random.choice([BlockStatus.TIER_ERROR, BlockStatus.MISSING])
-            self.did["blocks unreadable"] += 1
+            effect = self._random.choice([Effect.BLOCK_ERROR, Effect.VANISH])
+            self._unreadable[self._random.choice(keys)] = effect
+            self._did["blocks unreadable"] += 1
+            self._inject()
 
     def end(self) -> None:
         self._bad_until = 0
-        self._disk.trouble = lambda method, keys: None
-        self._disk.answers.clear()
+        self._unreadable.clear()
+        self._inject()
 
 
 @pytest.mark.parametrize("model", [SMALL_POOL, ONE_GROUP], ids=["two groups", "one group"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -12,8 +13,14 @@ from tiered_kv.cli.backends import backends
 from tiered_kv.cli.check import check
 from tiered_kv.cli.demo import demo
 from tiered_kv.cli.explain import explain
+from tiered_kv.cli.export import export
+from tiered_kv.cli.gc import gc
+from tiered_kv.cli.import_archive import import_archive
+from tiered_kv.cli.ls import ls
 from tiered_kv.cli.output import FAILED, REFUSED
 from tiered_kv.cli.schema import schema
+from tiered_kv.cli.stat import stat
+from tiered_kv.cli.verify import verify
 from tiered_kv.cli.vllm_args import vllm_args
 from tiered_kv.cli.warm import warm
 from tiered_kv.errors import RefuseToStart, TieredKVError
@@ -28,8 +35,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, check, explain, backends, vllm_args, warm, schema):
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    *(demo, check, explain, backends, vllm_args, warm, schema),
+    *(ls, stat, verify, gc, export),
+)
+for command in _COMMANDS:
     app.command()(command)
+app.command("import")(import_archive)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,4 +71,8 @@ def main() -> None:
         sys.exit(REFUSED)
     except TieredKVError as error:
         typer.echo(f"error: {error}", err=True)
+        sys.exit(FAILED)
+    except OSError as error:  # what was printed has no room, or whoever read it is gone
+        typer.echo(f"error: {error}", err=True)
+        sys.stdout = None  # the interpreter would write what is left, and fail once more
         sys.exit(FAILED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,9 @@ __all__ = [
     "Config",
     "Json",
     "Ranks",
+    "Tier",
     "bytes_text",
+    "excerpts",
     "print_json",
     "print_table",
     "read_seconds",
@@ -39,7 +42,12 @@ BlockSize = Annotated[
     str,
     typer.Option("--block-size", help="Size of a block on one rank, with a unit.", metavar="SIZE"),
 ]
-
+Tier = Annotated[
+    str | None,
+    typer.Option(
+        "--tier", metavar="NAME", help="Only this tier; by default every tier but the host's."
+    ),
+]
 
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Ranks of the engine on this machine.")]
 
@@ -83,15 +91,18 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table to stdout; whole cells where it does not go to a terminal."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, whole: str = ""
+) -> None:
+    """Print a table to stdout; whole cells where it does not go to a terminal, and in the column
+    `whole` there too."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == whole)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # Text: no cell is read as markup
     Console(width=None if sys.stdout.isatty() else 160).print(table)
@@ -107,3 +118,20 @@ def bytes_text(size: int) -> str:
     from tiered_kv.config.units import readable_bytes
 
     return readable_bytes(size)
+
+
+def excerpts(texts: Sequence[str], most: int = 40) -> list[str]:
+    """Texts for cells, of at most `most` characters: of longer ones what is around the first
+    character in which they differ."""
+    if all(len(text) <= most for text in texts):
+        return list(texts)
+    alike = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    start = max(0, sum(1 for _ in alike) - most // 4) if len(set(texts)) > 1 else 0
+    return [_excerpt(text, start, most) for text in texts]
+
+
+def _excerpt(text: str, start: int, most: int) -> str:
+    shown = text[start:]
+    front = "..." if start and shown else ""
+    room = most - len(front)
+    return front + (shown if len(shown) <= room else f"{shown[: room - 3]}...")

@@ -19,6 +19,9 @@ from rich.progress import Progress as LiveProgress
 
 __all__ = ["Progress"]
 
+_QUIET_SECONDS = 10.0
+"""Between two lines of `advance` where there is no terminal."""
+
 
 class Progress:
     """A context manager; stages are printed once each, steps move the bar.
@@ -26,11 +29,14 @@ class Progress:
     Inside the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does. Main thread only.
     """
 
-    def __init__(self, steps: int) -> None:
-        """`steps` is how often `step` will be called, as far as is known."""
+    def __init__(self, steps: int = 0) -> None:
+        """`steps` is how many steps there will be, as far as is known."""
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: LiveProgress | None = None
         self._began = time.monotonic()
+        self._steps = steps
+        self._advanced = 0
+        self._told = self._began
         if self._console.is_terminal:
             self._live = LiveProgress(
                 SpinnerColumn(),
@@ -41,7 +47,7 @@ class Progress:
                 console=self._console,
                 transient=True,
             )
-            self._task = self._live.add_task("", total=steps)
+            self._task = self._live.add_task("", total=steps or None)
 
     def __enter__(self) -> Self:
         # End as with Ctrl-C, so that neither engines nor directories stay behind.
@@ -60,6 +66,12 @@ class Progress:
             self._live.stop()
         signal.signal(signal.SIGTERM, self._before)
 
+    def expect(self, steps: int) -> None:
+        """Now it is known how many steps there will be."""
+        self._steps = steps
+        if self._live is not None:
+            self._live.update(self._task, total=steps)
+
     def stage(self, text: str) -> None:
         """A new stage begins; its line stays."""
         elapsed = time.monotonic() - self._began
@@ -71,3 +83,14 @@ class Progress:
             self.stage(f"  {text}")
         else:
             self._live.update(self._task, advance=1, description=text)
+
+    def advance(self, steps: int, text: str) -> None:
+        """Some of many small steps are done: a line every ten seconds, not one per step."""
+        if self._live is not None:
+            self._live.update(self._task, advance=steps, description=text)
+            return
+        self._advanced += steps
+        if time.monotonic() - self._told >= _QUIET_SECONDS:
+            self._told = time.monotonic()
+            of = f" of {self._steps}" if self._steps else ""
+            self.stage(f"  {text}: {self._advanced}{of}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import TimeoutError as NotInTime
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from tiered_kv.connector.assembly import Assembly
+from tiered_kv.connector.care import care_of
 from tiered_kv.contracts import BlockStore
 from tiered_kv.engine import TransferEngine
 from tiered_kv.errors import DeadlineExceeded, TieredKVError, TierError
@@ -30,7 +31,15 @@ from tiered_kv.specs import (
 )
 from tiered_kv.stats import StatsRecorder
 from tiered_kv.threads import DaemonExecutor
-from tiered_kv.values import BlockKey, BlockStatus, CacheGeometry, Fingerprint, GroupGeometry, JobId
+from tiered_kv.values import (
+    BlockKey,
+    BlockStatus,
+    CacheGeometry,
+    Fingerprint,
+    GroupGeometry,
+    JobId,
+    Namespace,
+)
 
 __all__ = ["SelfTest", "Verdict"]
 
@@ -99,12 +108,21 @@ class SelfTest:
         try:
             yield store
         finally:
-            closing = threads.submit(store.close)
+            left = threads.submit(self._leave, tier, store)
             try:
-                closing.result(self._timeout)
+                left.result(self._timeout)
             except NotInTime as error:
                 message = f"tier {tier!r} did not close within {self._timeout:g} s"
                 raise DeadlineExceeded(message) from error
+
+    def _leave(self, tier: str, store: BlockStore) -> None:
+        """Close the store, and drop the namespace that it was opened for."""
+        store.close()
+        settings = self._assembly.deployment.tier(tier)
+        if settings.writable and self._assembly.backends[settings.type].open_maintenance:
+            maintenance = self._assembly.open_maintenance(tier, writable=True)
+            with closing(maintenance), suppress(ValueError):  # another check has it open
+                maintenance.drop(Namespace(_FINGERPRINT).id)
 
     def _round_trip(self, tier: str, store: BlockStore | None, modes: dict[str, str]) -> str:
         specs = {} if store is None else {tier: self._assembly.specs()[tier]}
@@ -119,6 +137,7 @@ class SelfTest:
             limits=replace(self._assembly.limits(), write_behind_share=1.0),
             stats=stats,
             caches=caches,
+            verify={name: care.verify for name, care in care_of(self._assembly.deployment).items()},
         )
         key = BlockKey(os.urandom(32))
         try:

@@ -11,6 +11,7 @@ from tiered_kv.config.model import (
     Placement,
     PolicySettings,
     Settings,
+    StoreSettings,
     TierSettings,
 )
 from tiered_kv.config.room import Volume, require_room, shortages, volumes
@@ -20,6 +21,7 @@ from tiered_kv.config.units import (
     KIB,
     MIB,
     TIB,
+    ByteRate,
     ByteSize,
     Directory,
     Duration,
@@ -35,6 +37,7 @@ __all__ = [
     "MIB",
     "TIB",
     "Admit",
+    "ByteRate",
     "ByteSize",
     "CpuSettings",
     "Deployment",
@@ -47,6 +50,7 @@ __all__ = [
     "PolicySettings",
     "Settings",
     "SizeOrPercent",
+    "StoreSettings",
     "TierSettings",
     "TierTypes",
     "Volume",

@@ -1,9 +1,9 @@
 """What a deployment is: frozen settings, each field with description, unit and default.
 
-A backend adds a tier type by subclassing `TierSettings`:
+A backend adds a tier type by subclassing `StoreSettings`:
 
 ```python
-class NvmeSettings(TierSettings, frozen=True):
+class NvmeSettings(StoreSettings, frozen=True):
     type: Literal["nvme"] = "nvme"
     path: Directory = Field(description="Directory of the tier.")
 ```
@@ -27,7 +27,7 @@ from pydantic.config import JsonDict
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from tiered_kv.config.agreement import Disagreement, disagreements
-from tiered_kv.config.units import GIB, MIB, ByteSize, Duration
+from tiered_kv.config.units import GIB, MIB, ByteRate, ByteSize, Duration
 
 __all__ = [
     "Admit",
@@ -38,6 +38,7 @@ __all__ = [
     "Placement",
     "PolicySettings",
     "Settings",
+    "StoreSettings",
     "TierSettings",
 ]
 
@@ -57,8 +58,9 @@ class PolicySettings(Settings, frozen=True):
 class TierSettings(Settings, frozen=True):
     """Base of the settings of a tier.
 
-    A backend subclasses it (`class X(TierSettings, frozen=True)`), narrows `type` to its name,
-    and gives every further field a description and a default where there is a safe one.
+    A backend subclasses `StoreSettings`, which adds what every store can do, or this
+    (`class X(TierSettings, frozen=True)`), narrows `type` to its name, and gives every further
+    field a description and a default where there is a safe one.
     """
 
     name: str = Field(
@@ -86,9 +88,36 @@ class TierSettings(Settings, frozen=True):
         return found
 
     @property
+    def data_directories(self) -> tuple[Path, ...]:
+        """Those of the `directories` over which the capacity is spread; the first one, unless a
+        backend says otherwise."""
+        return tuple(self.directories.values())[:1]
+
+    @property
     def writable(self) -> bool:
         """Whether blocks may be stored in the tier; False for a tier that is read only."""
         return True
+
+
+class StoreSettings(TierSettings, frozen=True):
+    """Base of the settings of a tier that is a store: how its blocks are kept right.
+
+    A tier whose settings derive from `TierSettings` alone is verified always and never scrubbed.
+    """
+
+    verify: Literal["always", "first", "never"] = Field(
+        default="always",
+        description="When the bytes of a block are compared with the checksum that was taken when "
+        "it was stored. always: at every load; first: the first time that a process loads it, and "
+        "when its contents changed since; never: not at loads, so that what rots on the medium is "
+        "served. Its key and length are always compared.",
+    )
+    scrub: ByteRate = Field(
+        default=0,
+        description="Bytes per second that each rank reads in the background to compare its stored "
+        "blocks with their checksums, round after round; what is bad is dropped before a load "
+        "meets it. off: never.",
+    )
 
 
 class CpuSettings(TierSettings, frozen=True):

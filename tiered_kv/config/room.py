@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiered_kv.config.host_memory import host_memory
-from tiered_kv.config.model import Deployment
+from tiered_kv.config.model import Deployment, TierSettings
 from tiered_kv.config.units import readable_bytes
 from tiered_kv.errors import ConfigError
 
@@ -34,6 +34,11 @@ class Volume:
     """Their names."""
     terms: str = ""
     """The sum behind `free_bytes`, where it is one."""
+
+    @property
+    def unwanted_bytes(self) -> int:
+        """What no tier wants yet."""
+        return self.free_bytes + self.held_bytes - self.wanted_bytes
 
     @property
     def shortage(self) -> str | None:
@@ -63,7 +68,9 @@ def existing_parent(directory: Path) -> Path:
 
 
 def volumes(deployment: Deployment, ranks: int) -> list[Volume]:
-    """Every volume that a tier uses. A tier in several directories counts on the first one's."""
+    """Every volume that a tier uses. A tier whose capacity is spread over several of them wants the
+    same of each, as far as that has room beside what the tiers before it want; the others have to
+    bring the rest."""
     found: list[Volume] = []
     by_device: dict[int, Volume] = {}
     if deployment.cpu is not None:
@@ -72,20 +79,34 @@ def volumes(deployment: Deployment, ranks: int) -> list[Volume]:
         memory = host_memory()
         volume = Volume(memory.place, memory.free_bytes, 0, wanted, [host.name], memory.terms)
         found.append(volume)
+    used: dict[Path, Volume] = {}
     for tier in deployment.tiers:
-        for place, directory in enumerate(tier.directories.values()):
+        for directory in tier.directories.values():
             parent = existing_parent(directory)
             device = parent.stat().st_dev
             if device not in by_device:
                 room = os.statvfs(parent)
                 by_device[device] = Volume(str(parent), room.f_bavail * room.f_frsize)
                 found.append(by_device[device])
-            volume = by_device[device]
-            volume.held_bytes += sum(_sizes(directory))
-            if place == 0:
-                volume.wanted_bytes += tier.capacity
-                volume.tiers.append(tier.name)
+            used[directory] = by_device[device]
+            used[directory].held_bytes += sum(_sizes(directory))
+    for tier in deployment.tiers:
+        _spread(tier, [used[directory] for directory in tier.data_directories])
     return found
+
+
+def _spread(tier: TierSettings, over: Sequence[Volume]) -> None:
+    """Let the tier want its capacity of these volumes, of which one may be named several times."""
+    distinct = {id(volume): volume for volume in over}.values()
+    left = tier.capacity
+    ordered = sorted(distinct, key=lambda volume: volume.unwanted_bytes)
+    for place, volume in enumerate(ordered):
+        rest = len(ordered) - place
+        # The last one has most room: what fits nowhere is missing there.
+        share = left if rest == 1 else min(left // rest, max(0, volume.unwanted_bytes))
+        volume.wanted_bytes += share
+        volume.tiers.append(tier.name)
+        left -= share
 
 
 def shortages(found: Sequence[Volume]) -> list[str]:

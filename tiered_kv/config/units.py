@@ -33,6 +33,7 @@ __all__ = [
     "KIB",
     "MIB",
     "TIB",
+    "ByteRate",
     "ByteSize",
     "Directory",
     "Duration",
@@ -196,6 +197,28 @@ ByteSize = Annotated[
     ),
 ]
 """An `int` of bytes, 0 or more. As text: "32GiB", "500GB", "4096B". "32G" and "32" are refused."""
+
+
+def _to_rate(value: object, info: ValidationInfo) -> int:
+    # YAML reads a bare `off` as false.
+    return 0 if value is False or value == "off" else _to_bytes(value, info)
+
+
+ByteRate = Annotated[
+    int,
+    BeforeValidator(_to_rate),
+    PlainSerializer(
+        lambda rate: format_bytes(rate) if rate else "off", return_type=str, when_used="json"
+    ),
+    WithJsonSchema(
+        {
+            "anyOf": [{"const": "off"}, {"type": "string", "pattern": _SIZE_PATTERN}],
+            "unit": "bytes per second",
+            "examples": ["20MiB"],
+        }
+    ),
+]
+"""An `int` of bytes per second; 0 is "off". As text: "off", "20MiB"."""
 
 Duration = Annotated[
     float,

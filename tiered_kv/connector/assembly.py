@@ -7,10 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tiered_kv.config import Deployment
+from tiered_kv.connector.care import care_of
 from tiered_kv.connector.manager import Manager, ManagerLimits
 from tiered_kv.connector.views import TierView
 from tiered_kv.connector.worker import WorkerPlan
-from tiered_kv.contracts import Backend, BlockStore, StoreContext
+from tiered_kv.contracts import (
+    Backend,
+    BlockStore,
+    MaintenanceContext,
+    StoreContext,
+    StoreMaintenance,
+)
 from tiered_kv.engine import EngineLimits, register_store_handlers
 from tiered_kv.errors import PluginError
 from tiered_kv.index import Mirror
@@ -66,6 +73,12 @@ class Assembly:
             RefuseToStart: the tier cannot be used as configured.
             TierError: the medium does not work.
         """
+        return self.open_namespace(tier, geometry, Namespace(fingerprint), writable=writable)
+
+    def open_namespace(
+        self, tier: str, geometry: CacheGeometry, namespace: Namespace, *, writable: bool
+    ) -> BlockStore:
+        """As `open_store`, for a namespace that may have an epoch."""
         settings = self.deployment.tier(tier)
         opener = self.backends[settings.type].open_store
         if opener is None:
@@ -74,11 +87,28 @@ class Assembly:
             StoreContext(
                 tier=tier,
                 settings=settings,
-                namespace=Namespace(fingerprint),
+                namespace=namespace,
                 geometry=geometry,
                 writable=writable and settings.writable,
             )
         )
+
+    def open_maintenance(self, tier: str, *, writable: bool) -> StoreMaintenance:
+        """Open what looks after all namespaces of a tier. Blocks on the tier's medium.
+
+        Raises:
+            PluginError: its backend brings nothing of the kind.
+            RefuseToStart: the tier cannot be used as configured.
+            TierError: the medium does not work.
+        """
+        settings = self.deployment.tier(tier)
+        opener = self.backends[settings.type].open_maintenance
+        if opener is None:
+            raise PluginError(
+                f"backend {settings.type!r} of tier {tier!r} cannot say what the tier holds: it "
+                "brings no open_maintenance"
+            )
+        return opener(MaintenanceContext(tier, settings, writable and settings.writable))
 
     def limits(self) -> EngineLimits:
         """The transfer engine's limits."""
@@ -161,4 +191,5 @@ class Assembly:
             registry=self.registry(),
             limits=self.limits(),
             drain_seconds=self.deployment.limits.drain,
+            care=care_of(self.deployment),
         )

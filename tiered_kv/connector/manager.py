@@ -125,23 +125,24 @@ class Manager:
 
     # Requests
 
-    def on_new_request(
-        self, request: str, tiers: frozenset[str] | None = None, *, host_only: bool = False
-    ) -> None:
+    def on_new_request(self, request: str, tiers: frozenset[str] | None = None) -> None:
         """A request was added.
 
         Args:
             request: its id.
             tiers: tiers that may answer it; None means all.
-            host_only: its blocks can't be named for other processes (an adapter whose weights
-                have no identity), so they stay in the host tier.
         """
-        state = RequestState(tiers, host_only=host_only)
+        state = RequestState(tiers)
         before = self._requests.get(request)
         if before is not None:  # an id that is used again while a load of it runs
             self._end_lease(request)
             state.loading, state.pins = before.loading, before.pins
         self._requests[request] = state
+
+    def keep_in_host(self, request: str) -> None:
+        """The request's blocks can't be named for other processes (an adapter whose files have no
+        identity), so they stay in the host tier. Called before its first lookup."""
+        self._state(request).host_only = True
 
     def on_request_finished(self, request: str) -> None:
         """A request is over: its leases end. Its running jobs still complete."""

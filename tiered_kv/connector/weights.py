@@ -14,19 +14,19 @@ from tiered_kv.errors import IdentityError
 __all__ = ["config_identity", "weights_identity"]
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-CONFIGS = ("config.json", "params.json")
-"""What else in a model directory determines what the weights compute, RoPE for example."""
+CONFIGS = ("config.json", "params.json", "adapter_config.json")
+"""What else in a directory determines what the weights compute: RoPE, or an adapter's scale."""
 PIECES = 64
 PIECE_BYTES = 64 * 1024
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 def weights_identity(model: Path, *, cache: Path | None = None) -> str:
-    """Name the weights in a model directory.
+    """Name the weights in the directory of a model or an adapter.
 
     The hub commit where the path is a snapshot of one; else a digest over file name, size,
-    safetensors header and 64 evenly spaced pieces of 64 KiB of each weight file, and over the
-    model's configuration. Digests are cached by (path, size, modification time, inode).
+    safetensors header and 64 evenly spaced pieces of 64 KiB of each weight file, and over its
+    configuration. Digests are cached by (path, size, modification time, inode).
 
     Args:
         model: directory with the weight files, or one weight file.
@@ -42,7 +42,7 @@ def weights_identity(model: Path, *, cache: Path | None = None) -> str:
     if not files:
         raise IdentityError(
             f"{model} holds no weight file ({', '.join(SUFFIXES)}), so its blocks cannot be told "
-            "from those of other weights; set namespace.weights in the configuration"
+            "from those of other weights"
         )
     cache = cache or _default_cache()
     known = _read_cache(cache)

@@ -10,9 +10,10 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from tiered_kv.connector.care import Scrubbers, TierCare
 from tiered_kv.connector.handshake import Handshake
 from tiered_kv.connector.messages import ConnectorMetadata, FailedBlock, WorkerReport
 from tiered_kv.connector.occupancy import OccupancyReporter
@@ -74,6 +75,8 @@ class WorkerPlan:
     registry: TransferRegistry
     limits: EngineLimits
     drain_seconds: float
+    care: Mapping[str, TierCare] = field(default_factory=dict)
+    """By store tier; one that is not named is verified always and not scrubbed."""
 
 
 class WorkerConnector:
@@ -90,6 +93,7 @@ class WorkerConnector:
         self._tier_slots = 0
         self.stats = StatsRecorder(f"rank {plan.rank}")
         self._occupancy = OccupancyReporter(self.stats)
+        self._scrubbers = Scrubbers(plan.care, self.stats, self._is_loading)
         self._lock = threading.Lock()
         self._deferred: list[tuple[StoreJob, object | None]] = []
         """Stores with the fence that they come after."""
@@ -173,6 +177,7 @@ class WorkerConnector:
             limits=plan.limits,
             stats=self.stats,
             caches=caches,
+            verify={tier: care.verify for tier, care in plan.care.items()},
         )
         self._engine = engine
         logger.info(
@@ -204,6 +209,8 @@ class WorkerConnector:
             return
         if self._plan.rank == 0:  # the ranks share the stores
             self._occupancy.add(tier, store)
+        if self._geometry is not None:
+            self._scrubbers.add(tier, store, self._geometry)
         modes = ", ".join(f"{name} {mode}" for name, mode in sorted(stat.modes.items()))
         logger.info(
             "tier %s is open: %d blocks, %d of %d bytes used; %s",
@@ -213,6 +220,9 @@ class WorkerConnector:
             stat.capacity_bytes,
             modes,
         )
+
+    def _is_loading(self, tier: str) -> bool:
+        return self.engine.is_loading(tier)
 
     def handshake(self) -> Handshake:
         """What the manager half has to know of this rank. The host pool grows from now on: the
@@ -460,6 +470,7 @@ class WorkerConnector:
                     self._plan.drain_seconds,
                 )
         self._occupancy.close(timeout=1.0)
+        self._scrubbers.close(timeout=1.0)
         if self._opener is not None:
             self._opener.close()
         if self._pool is not None:

@@ -23,6 +23,7 @@ from tiered_kv.contracts.store import (
     ReadResult,
     StoreStat,
 )
+from tiered_kv.contracts.verification import Verification, VerifyAlways, VerifyMode
 
 __all__ = [
     "API_VERSION",
@@ -45,4 +46,7 @@ __all__ = [
     "StoreStat",
     "StoredNamespace",
     "TransferHandler",
+    "Verification",
+    "VerifyAlways",
+    "VerifyMode",
 ]

@@ -52,7 +52,7 @@ class Backend:
     """One line for `tiered-kv backends`."""
     settings: Callable[[], type[BaseModel]] | None = None
     """Gives the settings model of a tier of this type; a subclass of
-    `tiered_kv.config.TierSettings`."""
+    `tiered_kv.config.TierSettings`, for stores best of `tiered_kv.config.StoreSettings`."""
     spec: type[KeySpec] | None = None
     open_store: Callable[[StoreContext], BlockStore] | None = None
     register: Callable[[Any], None] | None = None

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts.device import DeviceStaging
 from tiered_kv.contracts.store import BlockStore
+from tiered_kv.contracts.verification import Verification, VerifyAlways
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.specs import HopResult, LoadStoreSpec, SlotRef, TransferSpec
 from tiered_kv.values import CacheGeometry, ChecksumKind
@@ -80,11 +81,12 @@ class TransferHandler(Protocol[S_contra, D_contra]):
         Guaranteed by the caller: `src`, `dst` and `keys` are equally long; destination slots are
         leased to this call. Owed: OK only where every byte is in place (and, for a hop that writes
         to the engine's cache, was verified against its checksum before the first byte is
-        written). The call returns only when no copy of it can read or write the memory any more;
-        if the awaiting task is cancelled it goes on in its threads and the caller keeps the slots.
-        A handler that moves blocks between a store and the engine's cache directly asks
-        `spec.commit()` before a load's last copy and after a store's gather: False means that the
-        job was given up, and the blocks are CANCELLED and leave no trace.
+        written, unless `HandlerContext.verification` says that this is not due). The call returns
+        only when no copy of it can read or write the memory any more; if the awaiting task is
+        cancelled it goes on in its threads and the caller keeps the slots. A handler that moves
+        blocks between a store and the engine's cache directly asks `spec.commit()` before a load's
+        last copy and after a store's gather: False means that the job was given up, and the blocks
+        are CANCELLED and leave no trace.
 
         `copied_bytes` counts what was copied, whatever became of it afterwards.
 
@@ -132,6 +134,9 @@ class HandlerContext:
     capture: Callable[[], ChecksumKind] = field(default=_xxh3)
     """Which checksum to take of blocks captured from now on: `wsum` as soon as a direct way
     between device and disk is in use, since both ends of it can compute that."""
+    verification: Verification = field(default=VerifyAlways())
+    """Which blocks a handler that loads from a store into the engine's cache compares with their
+    checksums. A hop between host memory and a store needs it not: the engine verifies there."""
 
 
 HandlerFactory = Callable[[HandlerContext], TransferHandler[S, D]]

@@ -59,6 +59,9 @@ class ReadResult:
     """OK, MISSING, or TIER_ERROR for this block alone."""
     checksum: BlockChecksum | None = None
     """What the row says the bytes must be; set where status is OK."""
+    unproven: bool = False
+    """The store does not know that these bytes were ever written whole under this key (its index
+    was lost and made again): they are compared with the checksum, whatever the settings say."""
 
 
 @dataclass(frozen=True, slots=True)

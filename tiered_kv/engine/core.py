@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from tiered_kv.contracts import BlockStore, HandlerContext, TransferHandler
+from tiered_kv.contracts import BlockStore, HandlerContext, TransferHandler, VerifyMode
 from tiered_kv.engine.behind import WriteBehind
 from tiered_kv.engine.captures import SlotStorer
 from tiered_kv.engine.direct import DeviceStagingFactory, DirectHops
@@ -19,6 +20,7 @@ from tiered_kv.engine.limits import EngineLimits
 from tiered_kv.engine.loads import Loader
 from tiered_kv.engine.loop import LoopThread
 from tiered_kv.engine.slotless import SlotlessStorer
+from tiered_kv.engine.verification import TierVerification
 from tiered_kv.engine.waiting import Permits, Staging
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.memory import HostBlockPool, KVCaches, make_staging
@@ -56,11 +58,13 @@ class TransferEngine:
         limits: EngineLimits,
         stats: StatsRecorder,
         caches: KVCaches | None,
+        verify: Mapping[str, VerifyMode] = MappingProxyType({}),
         device_staging: DeviceStagingFactory = make_staging,
     ) -> None:
         """Start the loop and make the handlers between engine and host memory. Every tier is
         "opening" until it is attached; without `caches` nothing moves to or from the engine.
-        `device_staging` gives direct hops their memory on the engine's device.
+        `verify` says when the blocks of a tier are compared with their checksums, always where it
+        says nothing of it. `device_staging` gives direct hops their memory on the engine's device.
 
         Raises:
             ValueError: a tier is named "gpu" or "cpu".
@@ -73,6 +77,10 @@ class TransferEngine:
         self._limits = limits
         self._stats = stats
         self._caches = caches
+        self._verification = {
+            tier: TierVerification(verify.get(tier, VerifyMode.ALWAYS), tier, stats)
+            for tier in (CPU_ENDPOINT.tier, *self._tiers)
+        }
         self._attached: set[str] = set()
         self._lock = threading.Lock()
         self._closing = threading.Lock()
@@ -191,6 +199,14 @@ class TransferEngine:
     def modes(self) -> Mapping[str, Mapping[str, str]]:
         """What is in effect, by hop (`ssd->cpu`), as the handlers said when they were made."""
         return {hop.label: live.modes for hop, live in self._hops.items() if live.modes is not None}
+
+    def is_loading(self, tier: str) -> bool:
+        """Whether a load from this store tier runs now."""
+        return any(
+            live.running > 0
+            for hop, live in self._hops.items()
+            if hop.src.tier == tier and hop.tier == tier
+        )
 
     def health(self) -> Mapping[str, tuple[bool, str]]:
         """By tier, the host pool as "cpu" among them: whether blocks can be loaded from it, and
@@ -328,6 +344,7 @@ class TransferEngine:
                 complaints=complaints,
                 memory=self._memory,
                 rank=self._geometry.rank,
+                verification=self._verification[hop.tier],
                 executor=self._executors[lane],
                 permits=permits[lane],
             )
@@ -355,6 +372,7 @@ class TransferEngine:
             caches=self._caches,
             staging=self._direct.staging_of(hop),
             capture=self._direct.capture,
+            verification=self._verification[hop.tier],
         )
         return self._registry.handler(hop.src.spec, hop.dst.spec, context)
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_kv.contracts import BlockStore, HostMemory, NewBlock, TransferHandler
+from tiered_kv.contracts import (
+    BlockStore,
+    HostMemory,
+    NewBlock,
+    TransferHandler,
+    Verification,
+)
 from tiered_kv.engine.health import HealthBoard
 from tiered_kv.engine.loop import LoopThread
 from tiered_kv.engine.waiting import Permits
@@ -74,6 +80,8 @@ class LiveHop:
     complaints: Complaints
     memory: HostMemory
     rank: int
+    verification: Verification
+    """The tier's."""
     executor: Executor
     """The tier's daemon threads for this direction."""
     permits: Permits
@@ -81,7 +89,7 @@ class LiveHop:
     back when the task ends."""
     handler: TransferHandler[Any, Any] | None = None
     store: BlockStore | None = None
-    modes: Mapping[str, str] | None = None
+    modes: dict[str, str] | None = None
     running: int = 0
     _broken: asyncio.Future[None] | None = None
 
@@ -90,6 +98,8 @@ class LiveHop:
         self.store = store
         self.handler = handler
         self.modes = dict(handler.modes())
+        if self.from_store:
+            self.modes["verify"] = self.verification.mode.value
         self.board.open(self.hop)
 
     @property
@@ -135,6 +145,11 @@ class LiveHop:
             timer.cancel()
 
     @property
+    def from_store(self) -> bool:
+        """Whether the hop loads from a store."""
+        return self.store is not None and self.hop.src.tier == self.hop.tier
+
+    @property
     def verifies(self) -> bool:
         """Whether the engine verifies what this hop brought."""
         return self.hop.dst == CPU_ENDPOINT and self.store is not None
@@ -166,6 +181,8 @@ class _Call:
             seconds = live.board.ended(live.hop, self.began, result.copied_bytes, worked=worked)
         src, dst = live.hop.src.spec.medium, live.hop.dst.spec.medium
         live.stats.hop(src, dst, live.hop.tier, result, seconds)
+        if live.from_store:
+            live.stats.corrupt(live.hop.tier, "load", result.statuses.count(BlockStatus.CORRUPT))
         return result
 
     async def _guarded(self) -> HopResult:
@@ -222,19 +239,32 @@ class _Call:
     def _verify(
         self, destination: CpuSpec, statuses: Sequence[BlockStatus]
     ) -> tuple[BlockStatus, ...]:
-        """Compare the bytes in the slots to their checksums; runs in the tier's threads."""
+        """Compare the bytes in the slots to their checksums, where that is due; runs in the tier's
+        threads."""
         live = self._live
         verified = list(statuses)
-        corrupt: list[NewBlock] = []
+        bound: dict[int, NewBlock] = {}
         for i, (key, slot) in enumerate(zip(self._spec.keys, destination.slots, strict=True)):
             if statuses[i] is not BlockStatus.OK:
                 continue
-            checksum, view = live.memory.checksum(slot), live.memory.view(slot)
-            if checksum is None or view is None:
+            checksum = live.memory.checksum(slot)
+            if checksum is None:
                 verified[i] = BlockStatus.CANCELLED
-            elif not checksum.verifies(key, live.rank, view):
+            else:
+                bound[i] = NewBlock(key, checksum)
+        passed: list[NewBlock] = []
+        corrupt: list[NewBlock] = []
+        due = live.verification.due(list(bound.values()))
+        for (i, block), is_due in zip(bound.items(), due, strict=True):
+            view = live.memory.view(destination.slots[i])
+            if view is None:
+                verified[i] = BlockStatus.CANCELLED
+            elif is_due and not block.checksum.verifies(block.key, live.rank, view):
                 verified[i] = BlockStatus.CORRUPT
-                corrupt.append(NewBlock(key, checksum))
+                corrupt.append(block)
+            elif is_due:
+                passed.append(block)
+        live.verification.passed(passed)
         if corrupt and live.store is not None:
             _discard(live.store, corrupt, live.hop.tier)
         return tuple(verified)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiered_kv.contracts import VerifyMode
 from tiered_kv.engine.hops import LiveHop, when_returned
 from tiered_kv.engine.jobs import Active, Gate, JobTable
 from tiered_kv.engine.limits import EngineLimits
@@ -46,11 +47,13 @@ class Group:
         """For a turn on a hop."""
         return Patience(self.deadline, self.active.told, hop.broken)
 
-    def to_engine(self, gate: Gate | None = None) -> TransferSpec[Any, Any]:
+    def to_engine(
+        self, gate: Gate | None = None, *, compared: bool = False
+    ) -> TransferSpec[Any, Any]:
         """A hop of all blocks that ends in the engine's cache; a plain copy has no gate."""
         dst, after = self.job.dst.take(self.positions), self.active.after
         if gate is None:
-            return TransferSpec(self.src, dst, self._keys, after=after)
+            return TransferSpec(self.src, dst, self._keys, after=after, compared=compared)
         return TransferSpec(self.src, dst, self._keys, gate.commit, after)
 
     def to_staging(self, dst: CpuSpec, gate: Gate) -> TransferSpec[Any, Any]:
@@ -180,7 +183,8 @@ class Loader:
         lease.give_back([slot for i, slot in enumerate(lease.slots) if i not in set(whole)])
         if whole:
             source = CpuSpec(tuple(lease.slots[i] for i in whole))
-            await self._copy(copy, group.only(whole, source))
+            compared = read.verification.mode is not VerifyMode.ALWAYS
+            await self._copy(copy, group.only(whole, source), compared=compared)
         lease.give_back()
 
     async def _turn(self, hop: LiveHop, group: Group) -> bool:
@@ -224,7 +228,7 @@ class Loader:
         if result is not None:
             group.out.add(group.positions, result)
 
-    async def _copy(self, hop: LiveHop, group: Group) -> None:
+    async def _copy(self, hop: LiveHop, group: Group, *, compared: bool = False) -> None:
         """The plain copy from host slots to the engine: once begun, it is awaited."""
         taken = await hop.permits.take(Patience(None, group.active.told, hop.broken))
         if not taken or group.active.given_up or hop.trouble is not None:
@@ -232,7 +236,7 @@ class Loader:
                 hop.permits.give()
             group.fail(BlockStatus.TIER_ERROR)
             return
-        task = hop.begin(group.to_engine(), None)
+        task = hop.begin(group.to_engine(compared=compared), None)
         when_returned(task, hop.permits.give)
         result = await task
         group.out.add(group.positions, result)

@@ -40,6 +40,8 @@ class _StoreHandler:
         self._memory = context.memory
         self._executor = context.executor
         self._tier = context.tier
+        self._verification = context.verification
+        self._rank = context.geometry.rank
         self._closed = False
 
     async def _run(
@@ -113,6 +115,7 @@ class CpuToStoreHandler(_StoreHandler):
                 statuses[i] = BlockStatus.OK
             published = [i for i in copied if statuses[i] is BlockStatus.OK]
             self._store.publish([taken[i] for i in published])
+            self._verification.replaced([taken[i].block for i in published])
             for i in published:
                 del unpublished[i]
         finally:
@@ -146,7 +149,9 @@ class CpuToStoreHandler(_StoreHandler):
 class StoreToCpuHandler(_StoreHandler):
     """Reads blocks from a store into host slots and binds them to their rows' checksums.
 
-    It does not compute the checksums: the transfer engine does, after every such hop.
+    It does not compute the checksums: the transfer engine does, after every such hop, as far as the
+    tier's settings ask for it. Only where the store says that a block is unproven is it compared
+    here, whatever they ask for; CORRUPT ones are dropped.
     """
 
     async def transfer(self, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
@@ -163,8 +168,9 @@ class StoreToCpuHandler(_StoreHandler):
                 begun.append(i)
                 views.append(view)
         copied = 0
+        corrupt: list[NewBlock] = []
         found = self._store.read([spec.keys[i] for i in begun], views)
-        for i, result in zip(begun, found, strict=True):
+        for i, view, result in zip(begun, views, found, strict=True):
             statuses[i] = result.status
             if result.status is not BlockStatus.OK:
                 continue
@@ -175,10 +181,24 @@ class StoreToCpuHandler(_StoreHandler):
                     tier=self._tier,
                 )
             copied += result.checksum.length
-            if not self._memory.bind(spec.dst.slots[i], result.checksum):
+            if result.unproven and not self._verifies(spec.keys[i], view, result.checksum):
+                statuses[i] = BlockStatus.CORRUPT
+                corrupt.append(NewBlock(spec.keys[i], result.checksum))
+            elif not self._memory.bind(spec.dst.slots[i], result.checksum):
                 statuses[i] = BlockStatus.CANCELLED
+        if corrupt:
+            self._discard(corrupt)
         self._touch([spec.keys[i] for i in begun if statuses[i] is BlockStatus.OK])
         return HopResult(tuple(statuses), copied)
+
+    def _verifies(self, key: BlockKey, view: memoryview, checksum: BlockChecksum) -> bool:
+        return checksum.verifies(key, self._rank, view[: checksum.length])
+
+    def _discard(self, blocks: Sequence[NewBlock]) -> None:
+        try:
+            self._store.discard(blocks)
+        except (TieredKVError, ValueError) as error:  # read only: they are found out again
+            logger.warning("tier %s: unproven blocks could not be dropped: %s", self._tier, error)
 
     def _touch(self, keys: Sequence[BlockKey]) -> None:
         try:

@@ -5,7 +5,9 @@ lies where in one tier; `Owner` names the process that holds reserved room; `Mir
 scheduler from memory.
 """
 
-from tiered_kv.index.blocks import BlockIndex, FullKey, SlotClass
+from tiered_kv.index.auditing import IndexAudit, Parts
+from tiered_kv.index.blocks import BlockIndex, FullKey
+from tiered_kv.index.classes import SlotClass
 from tiered_kv.index.directory import bytes_beside_data, data_bytes
 from tiered_kv.index.environment import (
     BufferTransaction,
@@ -14,10 +16,15 @@ from tiered_kv.index.environment import (
     Transaction,
 )
 from tiered_kv.index.holdings import Holdings
+from tiered_kv.index.keyset import KeySet
 from tiered_kv.index.mirror import Mirror
+from tiered_kv.index.namespaces import describe as describe_namespace
+from tiered_kv.index.namespaces import understand as understand_namespace
 from tiered_kv.index.owners import Owner
 from tiered_kv.index.records import Row
 from tiered_kv.index.translation import OutOfPages
+from tiered_kv.index.trust import Trust
+from tiered_kv.index.vetting import Emptied
 from tiered_kv.index.writemap import Durability, WriteMap
 
 __all__ = [
@@ -25,16 +32,23 @@ __all__ = [
     "BufferTransaction",
     "Database",
     "Durability",
+    "Emptied",
     "Environment",
     "FullKey",
     "Holdings",
+    "IndexAudit",
+    "KeySet",
     "Mirror",
     "OutOfPages",
     "Owner",
+    "Parts",
     "Row",
     "SlotClass",
     "Transaction",
+    "Trust",
     "WriteMap",
     "bytes_beside_data",
     "data_bytes",
+    "describe_namespace",
+    "understand_namespace",
 ]

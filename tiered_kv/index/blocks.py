@@ -14,21 +14,25 @@ Databases of the environment (numbers are big-endian, so that they sort):
 
 from __future__ import annotations
 
+import logging
+import struct
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NewType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import NewType, cast
 
 from tiered_kv.contracts import ChangeBatch
-from tiered_kv.index import namespaces
+from tiered_kv.index import listing, namespaces
+from tiered_kv.index.classes import SlotClass, SlotClasses
 from tiered_kv.index.environment import BufferTransaction, Environment, Transaction
-from tiered_kv.index.log import ChangeLog, Counters, number_bytes
-from tiered_kv.index.records import BlockRecord, ClassRecord, Row
+from tiered_kv.index.log import ChangeLog, Counters
+from tiered_kv.index.records import BlockRecord, Row
 from tiered_kv.values import BlockKey, CacheGeometry, Namespace
 
-__all__ = ["BlockIndex", "FullKey", "SlotClass"]
+__all__ = ["BlockIndex", "FullKey"]
 
 FullKey = NewType("FullKey", bytes)
 """Namespace id (8 bytes) + key: names a block of any namespace of the tier."""
@@ -37,25 +41,18 @@ _NAMESPACE_BYTES = 8
 _RANK_BYTES = 2
 _CLASS_BYTES = 4
 _NUMBER_BYTES = 8
+_ORDER = struct.Struct(">IQ")
 _MOST_KEY_BYTES = 256
 _MOST_TOUCHED = 65_536
 _MOST_DAMAGED = 4_096
 _FLUSH_SECONDS = 1.0
-_SCAN_KEYS = 2_048
+_TOUCH_SECONDS = 0.05
+"""How long `touch`, which a load waits for, waits for its turn to write."""
+_SCAN_RECORDS = 2_048
+_MANY_BLOCKS = 100_000
+"""From so many on a child process, which takes some tenths of a second to start, is worth it."""
 
-
-@dataclass(frozen=True, slots=True)
-class SlotClass:
-    """Blocks that can take each other's place: one namespace, group and slot size."""
-
-    number: int
-    namespace_id: bytes
-    group: int
-    slot_bytes: int
-    blocks: int
-    """Blocks in it, whole or not."""
-    oldest: int | None
-    """Tick of the least recently used one (a smaller tick is longer ago); None when empty."""
+logger = logging.getLogger(__name__)
 
 
 class BlockIndex:
@@ -83,13 +80,18 @@ class BlockIndex:
         self._prefix = namespace.id
         self._rank = geometry.rank.to_bytes(_RANK_BYTES, "big")
         self._world_size = geometry.world_size
+        self._other_ranks = [
+            rank.to_bytes(_RANK_BYTES, "big")
+            for rank in range(geometry.world_size)
+            if rank != geometry.rank
+        ]
         self._meta = environment.database("meta")
         self._rows = environment.database("rows")
         self._blocks = environment.database("blocks")
         self._order = environment.database("order")
         self._counters = Counters(environment)
         self._log = ChangeLog(environment, self._counters, log_entries)
-        self._classes = environment.database("classes")
+        self._classes = SlotClasses(environment, self._counters)
         self._pending = threading.Lock()
         self._touched: dict[FullKey, None] = {}
         self._flushed = time.monotonic()
@@ -113,11 +115,12 @@ class BlockIndex:
         Raises:
             ValueError: a key is empty or longer than 256 bytes.
         """
-        full = [FullKey(self._prefix + key) for key in keys]
-        for key in full:
-            if not 0 < len(key) - _NAMESPACE_BYTES <= _MOST_KEY_BYTES:
+        prefix = self._prefix
+        full = cast("list[FullKey]", [prefix + key for key in keys])
+        for length in set(map(len, full)):
+            if not 0 < length - _NAMESPACE_BYTES <= _MOST_KEY_BYTES:
                 raise ValueError(
-                    f"a key has 1 to {_MOST_KEY_BYTES} bytes, not {len(key) - _NAMESPACE_BYTES}"
+                    f"a key has 1 to {_MOST_KEY_BYTES} bytes, not {length - _NAMESPACE_BYTES}"
                 )
         return full
 
@@ -150,38 +153,47 @@ class BlockIndex:
         for key in self.full_keys(keys):
             self._doubt(key)
 
-    def all_rows(self, txn: Transaction) -> Iterator[tuple[FullKey, int, Row]]:
-        """(block, rank, row) of every sound row of the tier, all namespaces and ranks."""
+    def row_of(self, txn: Transaction, block: FullKey, rank: int) -> Row | None:
+        """A rank's row of any namespace's block."""
+        return self._row(txn, block, rank.to_bytes(_RANK_BYTES, "big"))
+
+    def all_rows(self, txn: Transaction, start: bytes = b"") -> Iterator[tuple[FullKey, int, Row]]:
+        """(block, rank, row) of every sound row of the tier, all namespaces and ranks, sorted;
+        from a block on."""
         with txn.cursor(self._rows) as cursor:
-            for name, data in cursor:
+            for name, data in cursor if cursor.set_range(start) else ():
                 row = Row.unpack(name, data)
                 if row is not None:
                     rank = int.from_bytes(name[-_RANK_BYTES:], "big")
                     yield FullKey(name[:-_RANK_BYTES]), rank, row
 
     def scan(self) -> Iterator[BlockKey]:
-        """All whole blocks of this namespace. Holds no transaction while suspended."""
+        """All whole blocks of this namespace. Holds no transaction while suspended. Where there
+        are many, a child process reads them."""
         start = self._prefix
+        if self.count() >= _MANY_BLOCKS:
+            try:
+                with closing(listing.list_apart(self._environment, self._prefix)) as portions:
+                    for portion in portions:
+                        if portion is None:  # not begun: who asks meanwhile need not wait
+                            found, after = self._list(start)
+                        else:
+                            found = portion[bisect_left(portion, start[_NAMESPACE_BYTES:]) :]
+                            after = max(start, self._prefix + portion[-1] + b"\0")
+                        yield from found
+                        start = after
+                        if not start:
+                            break
+                return
+            except listing.ListingFailed as error:
+                logger.warning("blocks are listed in this process: %s", error)
         while start:
-            with self._environment.read() as txn:
-                found, start = self._scan_from(txn, start)
+            found, start = self._list(start)
             yield from found
 
-    def _scan_from(self, txn: Transaction, start: bytes) -> tuple[list[BlockKey], bytes]:
-        """The next keys, and where to go on; empty at the end."""
-        found: list[BlockKey] = []
-        with txn.cursor(self._blocks) as cursor:
-            more = cursor.set_range(start)
-            for _ in range(_SCAN_KEYS):
-                if not more or not cursor.key().startswith(self._prefix):
-                    return found, b""
-                name = cursor.key()
-                record = BlockRecord.unpack(name, cursor.value())
-                if record is not None and record.whole:
-                    found.append(BlockKey(name[_NAMESPACE_BYTES:]))
-                start = name + b"\0"
-                more = cursor.next()
-        return found, start
+    def _list(self, start: bytes) -> tuple[list[BlockKey], bytes]:
+        with self._environment.read() as txn:
+            return listing.list_some(txn, self._blocks, self._prefix, start, _SCAN_RECORDS)
 
     def count(self) -> int:
         """Whole blocks of this namespace."""
@@ -190,6 +202,7 @@ class BlockIndex:
 
     def changes(self, cursor: int | None) -> ChangeBatch:
         """See `BlockStore.changes`."""
+        self._environment.check_current()
         with self._environment.read() as txn:
             return self._log.since(txn, cursor, self._prefix)
 
@@ -239,43 +252,58 @@ class BlockIndex:
     def _count_in(self, txn: Transaction, new: Mapping[FullKey, int]) -> None:
         """One more row of each of these blocks is there; by block, its slot class."""
         tick = self._counters.advance(txn, b"tick", len(new)) + len(new)
-        others = [
-            rank.to_bytes(_RANK_BYTES, "big")
-            for rank in range(self._world_size)
-            if rank != int.from_bytes(self._rank, "big")
-        ]
-        records: list[tuple[FullKey, BlockRecord]] = []
+        blocks, others = self._blocks, self._other_ranks
+        records: list[tuple[FullKey, bytes]] = []
+        ordered: list[bytes] = []
+        whole: list[FullKey] = []
         in_class: Counter[int] = Counter()
         for key, slot_class in new.items():
             tick -= 1
-            before = self._record(txn, key)
+            data = txn.get(key, db=blocks)
+            before = None if data is None else BlockRecord.unpack(key, data)
+            world_size, present = self._world_size, 1
             if before is not None:
-                txn.delete(_ordered(key, before), db=self._order)
-                present = before.present + 1
-                record = BlockRecord(before.slot_class, tick, before.world_size, present)
+                txn.delete(_ordered(key, before.slot_class, before.tick), db=self._order)
+                slot_class, world_size = before.slot_class, before.world_size  # noqa: PLW2901
+                present += before.present
             else:
-                present = 1 + sum(self._row(txn, key, rank) is not None for rank in others)
-                record = BlockRecord(slot_class, tick, self._world_size, present)
                 in_class[slot_class] += 1
-            records.append((key, record))
-        self._write_records(txn, records)
-        self._add_to_classes(txn, in_class)
-        self._log.note(txn, [key for key, record in records if record.whole], added=True)
+            if before is None or present > world_size:  # our row was there and got lost
+                present = 1 + sum(self._row(txn, key, rank) is not None for rank in others)
+            records.append((key, BlockRecord.packed(key, slot_class, tick, world_size, present)))
+            ordered.append(_ordered(key, slot_class, tick))
+            if present == world_size and (before is None or not before.whole):
+                whole.append(key)
+        self._write_records(txn, records, ordered)
+        self._classes.add(txn, in_class)
+        self._log.note(txn, whole, added=True)
 
-    def remove(self, txn: Transaction, blocks: Iterable[FullKey]) -> list[Row]:
+    def remove(
+        self,
+        txn: Transaction,
+        blocks: Iterable[FullKey],
+        *,
+        enough: Callable[[Sequence[Row]], bool] | None = None,
+    ) -> list[Row]:
         """Remove all ranks' rows of these blocks; returns them: their room is to be freed.
-        Blocks that are not there are ignored."""
+        Blocks that are not there are ignored. `enough` is asked after each block, with its rows:
+        True leaves the others."""
         freed = self._settle(txn)
-        freed += self._remove(txn, blocks)
+        freed += self._remove(txn, blocks, enough)
         self._log.trim(txn)
         return freed
 
-    def _remove(self, txn: Transaction, blocks: Iterable[FullKey]) -> list[Row]:
+    def _remove(
+        self,
+        txn: Transaction,
+        blocks: Iterable[FullKey],
+        enough: Callable[[Sequence[Row]], bool] | None = None,
+    ) -> list[Row]:
         rows: list[Row] = []
         whole: list[FullKey] = []
         in_class: Counter[int] = Counter()
         for key in dict.fromkeys(blocks):
-            record = self._record(txn, key)
+            record, before = self._record(txn, key), len(rows)
             for rank in range(self._world_size if record is None else record.world_size):
                 name = key + rank.to_bytes(_RANK_BYTES, "big")
                 data = txn.pop(name, db=self._rows)
@@ -284,11 +312,13 @@ class BlockIndex:
                     rows.append(row)
             txn.delete(key, db=self._blocks)
             if record is not None:
-                txn.delete(_ordered(key, record), db=self._order)
+                txn.delete(_ordered(key, record.slot_class, record.tick), db=self._order)
                 in_class[record.slot_class] -= 1
                 if record.whole:
                     whole.append(key)
-        self._add_to_classes(txn, in_class)
+            if enough is not None and enough(rows[before:]):
+                break
+        self._classes.add(txn, in_class)
         self._log.note(txn, whole, added=False)
         return rows
 
@@ -297,11 +327,16 @@ class BlockIndex:
         change log is asked to start again."""
         for database in (self._rows, self._blocks, self._order):
             txn.drop(database, delete=False)
-        self._add_to_classes(txn, {one.number: -one.blocks for one in self.classes(txn)})
+        self._classes.add(txn, {one.number: -one.blocks for one in self.classes(txn)})
         with txn.cursor(self._meta) as cursor:
             counters = [name for name in cursor.iternext(values=False) if name[:6] == b"whole:"]
         for name in counters:
             txn.delete(name, db=self._meta)
+        self._log.restart(txn)
+
+    def restart_log(self, txn: Transaction) -> None:
+        """Ask whoever follows the change log to start again: blocks that they took for lost are
+        there again."""
         self._log.restart(txn)
 
     def _settle(self, txn: Transaction) -> list[Row]:
@@ -325,7 +360,7 @@ class BlockIndex:
                 name = cursor.key()
                 key = FullKey(name[head:])
                 record = self._record(txn, key)
-                if record is not None and _ordered(key, record) == name:
+                if record is not None and _ordered(key, record.slot_class, record.tick) == name:
                     found.append(key)
                 else:
                     astray.append(name)  # its block record was damaged
@@ -350,81 +385,48 @@ class BlockIndex:
                 del self._touched[next(iter(self._touched))]
             due = bool(self._touched) and time.monotonic() - self._flushed > _FLUSH_SECONDS
         if due:
-            self.flush()
+            self.flush(_TOUCH_SECONDS)
 
-    def flush(self) -> None:
-        """Write what `touch` batched."""
+    def flush(self, wait: float | None = None) -> None:
+        """Write what `touch` batched; `wait` as for `Environment.write`. What can't be written is
+        forgotten, which costs hits only."""
         with self._pending:
             touched, self._touched = self._touched, {}
             self._flushed = time.monotonic()
         if touched:
-            with self._environment.write() as txn:
+            with self._environment.write(wait) as txn:
                 self._write_touched(txn, touched)
 
     def _write_touched(self, txn: Transaction, touched: dict[FullKey, None]) -> None:
         tick = self._counters.advance(txn, b"tick", len(touched)) - 1
-        records: list[tuple[FullKey, BlockRecord]] = []
+        records: list[tuple[FullKey, bytes]] = []
+        ordered: list[bytes] = []
         for key in touched:
             tick += 1
             before = self._record(txn, key)
             if before is not None:
-                txn.delete(_ordered(key, before), db=self._order)
-                record = BlockRecord(before.slot_class, tick, before.world_size, before.present)
+                slot_class = before.slot_class
+                txn.delete(_ordered(key, slot_class, before.tick), db=self._order)
+                record = BlockRecord.packed(
+                    key, slot_class, tick, before.world_size, before.present
+                )
                 records.append((key, record))
-        self._write_records(txn, records)
+                ordered.append(_ordered(key, slot_class, tick))
+        self._write_records(txn, records, ordered)
 
     # --------------------------------------------------------------------- classes and counters
 
     def slot_class(self, txn: Transaction, group: int, slot_bytes: int) -> int:
-        """Stable number (from 1) of (this namespace, group, slot bytes); made when new, which
-        needs a write transaction. 0 is free for stores that have no classes."""
-        name = self._prefix + group.to_bytes(_CLASS_BYTES, "big") + number_bytes(slot_bytes)
-        known = txn.get(name, db=self._classes)
-        if known is not None:
-            return int.from_bytes(known, "big")
-        number = self._counters.advance(txn, b"class", 1) + 1
-        packed = number.to_bytes(_CLASS_BYTES, "big")
-        txn.put(name, packed, db=self._classes)
-        record = ClassRecord(self._prefix, group, slot_bytes, 0)
-        txn.put(packed, record.pack(), db=self._classes)
-        return number
+        """Number of the slot class of this namespace; see `SlotClasses.number`."""
+        return self._classes.number(txn, self._prefix, group, slot_bytes)
 
     def classes(self, txn: Transaction) -> list[SlotClass]:
         """All slot classes that were ever numbered."""
-        found: list[SlotClass] = []
-        with txn.cursor(self._classes) as cursor, txn.cursor(self._order) as order:
-            for name, data in cursor:
-                if len(name) != _CLASS_BYTES:
-                    continue
-                record = ClassRecord.unpack(data)
-                oldest = None
-                if order.set_range(name) and order.key().startswith(name):
-                    tick = order.key()[_CLASS_BYTES : _CLASS_BYTES + _NUMBER_BYTES]
-                    oldest = int.from_bytes(tick, "big")
-                found.append(
-                    SlotClass(
-                        int.from_bytes(name, "big"),
-                        record.namespace_id,
-                        record.group,
-                        record.slot_bytes,
-                        record.blocks,
-                        oldest,
-                    )
-                )
-        return found
+        return self._classes.all(txn)
 
     def next_generation(self, txn: Transaction, count: int) -> int:
         """First of `count` fresh generations (never given out before in this environment)."""
         return self._counters.advance(txn, b"generation", count) + 1
-
-    def _add_to_classes(self, txn: Transaction, differences: Mapping[int, int]) -> None:
-        for slot_class, difference in differences.items():
-            name = slot_class.to_bytes(_CLASS_BYTES, "big")
-            data = txn.get(name, db=self._classes)
-            if data is not None:
-                record = ClassRecord.unpack(data)
-                changed = replace(record, blocks=max(0, record.blocks + difference))
-                txn.put(name, changed.pack(), db=self._classes)
 
     # ---------------------------------------------------------------------------------- records
 
@@ -432,12 +434,14 @@ class BlockIndex:
         return BlockRecord.unpack(key, txn.get(key, db=self._blocks))
 
     def _write_records(
-        self, txn: Transaction, records: Sequence[tuple[FullKey, BlockRecord]]
+        self, txn: Transaction, records: list[tuple[FullKey, bytes]], ordered: list[bytes]
     ) -> None:
+        records.sort()
         with txn.cursor(self._blocks) as cursor:
-            cursor.putmulti(sorted((key, record.pack(key)) for key, record in records))
+            cursor.putmulti(records)
+        ordered.sort()
         with txn.cursor(self._order) as cursor:
-            cursor.putmulti(sorted((_ordered(key, record), b"") for key, record in records))
+            cursor.putmulti([(name, b"") for name in ordered])
 
     def _row(self, txn: Transaction | BufferTransaction, key: FullKey, rank: bytes) -> Row | None:
         name = key + rank
@@ -454,5 +458,5 @@ class BlockIndex:
             self._damaged.add(key)
 
 
-def _ordered(key: FullKey, record: BlockRecord) -> bytes:
-    return record.slot_class.to_bytes(_CLASS_BYTES, "big") + number_bytes(record.tick) + key
+def _ordered(key: FullKey, slot_class: int, tick: int) -> bytes:
+    return _ORDER.pack(slot_class, tick) + key

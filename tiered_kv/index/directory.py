@@ -2,7 +2,8 @@
 
 Beside LMDB's own `data.mdb` and `lock.mdb` it holds `tiered-kv.json`, which says whose it is and
 how it was left, and `users.lock`, on which every process that has it open for writing keeps a
-shared lock. Opening and closing happen under an exclusive lock on the directory itself.
+shared lock; `turn.lock` is locked while one of them writes. Opening and closing happen under an
+exclusive lock on the directory itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import lmdb
-from lmdb import verify
 
 from tiered_kv.errors import FormatError, IdentityError, TierError, UnsupportedError
 from tiered_kv.index.owners import boot_id
@@ -28,12 +28,12 @@ __all__ = [
     "DATA",
     "LOCK",
     "MARKER",
+    "TURN",
     "USERS",
     "Marker",
     "bytes_beside_data",
     "data_bytes",
     "directory_lock",
-    "find_damage",
     "fit_data",
     "make_private",
     "read_marker",
@@ -49,9 +49,10 @@ DATA = "data.mdb"
 LOCK = "lock.mdb"
 MARKER = "tiered-kv.json"
 USERS = "users.lock"
+TURN = "turn.lock"
 
 _DAMAGED = "data.mdb.damaged-"
-_NEVER_FOREIGN = {USERS, f"{MARKER}.new", "lost+found"}
+_NEVER_FOREIGN = {USERS, TURN, f"{MARKER}.new", "lost+found"}
 _LOCK_POLL_SECONDS = 0.01
 
 _NETWORK_FILE_SYSTEMS = {
@@ -231,22 +232,6 @@ def write_marker(path: Path, marker: Marker) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def find_damage(path: Path) -> str | None:
-    """What is wrong with the structure of `data.mdb`, checked without LMDB, which a bad page can
-    kill the process with. Takes about 1.5 s per million rows.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    try:
-        problems: list[str] = verify.verify(str(path / DATA), subdir=False)  # type: ignore[no-untyped-call]
-    except OSError:
-        raise
-    except Exception as error:  # noqa: BLE001 - on garbage the checker may fail in any way
-        return f"{type(error).__name__}: {error}"
-    return f"{problems[0]} ({len(problems)} problems)" if problems else None
 
 
 def remove_data(path: Path) -> None:

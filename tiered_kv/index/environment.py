@@ -9,40 +9,33 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import lmdb
 
 from tiered_kv.errors import IdentityError, TieredKVError, TierError
-from tiered_kv.index import directory
+from tiered_kv.index import directory, identity
 from tiered_kv.index.directory import DATA
 from tiered_kv.index.gate import Gate
+from tiered_kv.index.transactions import BufferTransaction, Database, Transaction
 from tiered_kv.index.translation import translated
-from tiered_kv.index.vetting import mark_clean, vet_for_reading, vet_for_writing
+from tiered_kv.index.turns import Turn
+from tiered_kv.index.vetting import Emptied, mark_clean, vet_for_reading, vet_for_writing
+from tiered_kv.index.witness import Witness
 from tiered_kv.index.writemap import Durability, WriteMap, open_lmdb
-from tiered_kv.values import FORMAT_VERSION
 
 __all__ = ["BufferTransaction", "Database", "Durability", "Environment", "Transaction"]
-
-if TYPE_CHECKING:
-    Transaction: TypeAlias = lmdb.Transaction[bytes]
-    BufferTransaction: TypeAlias = lmdb.Transaction[memoryview]
-    Database: TypeAlias = lmdb._Database
-else:
-    Transaction = lmdb.Transaction
-    BufferTransaction = lmdb.Transaction
-    Database = object
 
 _OPEN_SECONDS = 120.0
 """Longest wait for another process that opens the same directory: it may be checking it."""
 _CLOSE_SECONDS = 10.0
-_WRITE_SECONDS = 60.0
+_WRITE_SECONDS = 10.0
+"""Longest wait for other threads and processes that write; a transaction takes milliseconds."""
 _CLEAR_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
@@ -69,6 +62,9 @@ class Environment:
     map_bytes: int
     """The most that `data.mdb` can grow to."""
     page_bytes: int
+    crashed: bool
+    """Whether the machine stopped without a clean close before this process, the first one since,
+    opened it: the last transaction may be undone, and what was written after it not."""
 
     @classmethod
     def open(
@@ -82,7 +78,8 @@ class Environment:
         durability: Durability = "none",
         force: bool = False,
         own_budget: Collection[str] = (),
-        on_empty: Callable[[], None] | None = None,
+        on_empty: Callable[[Emptied], None] | None = None,
+        on_clean: Callable[[], None] | None = None,
         writemap: WriteMap | None = None,
     ) -> Environment:
         """Open the environment in directory `path`, or share the one this process has open.
@@ -100,8 +97,10 @@ class Environment:
             force: open it on a network file system too.
             own_budget: names of subdirectories that do not count against `max_bytes`.
             on_empty: called while no other process can have the directory open, whenever the
-                environment starts empty (new, damaged, not trusted after a crash of the machine):
-                the store drops its data there. A crash in it leads to its being called again.
+                environment starts empty, with the reason: the store drops its data there. A crash
+                in it leads to its being called again.
+            on_clean: called by the last process that closes it, before it is marked clean: the
+                store flushes its data there. The one of the first `open` in a process counts.
             writemap: write into the map where that is safe; `modes` says whether it is in effect.
 
         Raises:
@@ -118,14 +117,15 @@ class Environment:
             key = (status.st_dev, status.st_ino)
             with cls._lock_of(key):
                 shared = cls._open.get(key)
-                if shared is not None:
+                if shared is not None and (shared.writable or shared._is_current()):
                     shared._share(kind, tier, writable)
                     return shared
-                cls._disown(key)
+                cls._refuse_inherited(key, path, tier)
                 if not force:
                     directory.refuse_network_file_system(path)
                 with directory.directory_lock(path, tier, _OPEN_SECONDS):
                     opened = cls(path, key, kind, tier, writable, durability)
+                    opened._on_clean = on_clean
                     opened._start(max_bytes, own_budget, on_empty, writemap)
                 cls._open[key] = opened
                 return opened
@@ -157,21 +157,24 @@ class Environment:
         self._uses = 1
         self._key = key
         self._users_fd: int | None = None
+        self._witness: Witness | None = None
+        self._file = (0, 0)
         self._locks = True
         self._databases: dict[str, Database] = {}
-        self._gate = Gate()
-        self._writing = threading.Lock()
-        self._writer = 0
-        self._cleared = 0.0
-        self._writemap = "off"
+        self._gate, self._turn = Gate(), Turn(path, tier)
+        self._writemap, self._cleared = "off", 0.0
+        self._on_clean: Callable[[], None] | None = None
 
     @classmethod
-    def _disown(cls, key: tuple[int, int]) -> None:
-        """Let go of what a parent process had open there: LMDB allows one per process."""
-        for environment in [e for e in cls._inherited if e._key == key]:
-            if environment._pid != os.getpid():
-                environment._lmdb.close()
-                cls._inherited.remove(environment)
+    def _refuse_inherited(cls, key: tuple[int, int], path: Path, tier: str) -> None:
+        """LMDB opens a file once per process, and closing what the parent has open would take its
+        readers' places from it."""
+        if any(one._key == key and one._pid != os.getpid() for one in cls._inherited):
+            raise TierError(
+                f"tier {tier}: {path} was open before the fork of this process; open it in a "
+                "process that was started with the spawn method",
+                tier=tier,
+            )
 
     def _share(self, kind: str, tier: str, writable: bool) -> None:
         if kind != self._kind:
@@ -193,7 +196,7 @@ class Environment:
         self,
         max_bytes: int,
         own_budget: Collection[str],
-        on_empty: Callable[[], None] | None,
+        on_empty: Callable[[Emptied], None] | None,
         writemap: WriteMap | None,
     ) -> None:
         """Vet and open. The directory's lock is held."""
@@ -211,11 +214,8 @@ class Environment:
             vetted = vet_for_reading(
                 self.path, kind=self._kind, tier=self.tier, max_bytes=max_bytes
             )
-        self.map_bytes, self._users_fd, self._locks = (
-            vetted.map_bytes,
-            vetted.users_fd,
-            vetted.locks,
-        )
+        self.map_bytes, self._users_fd = vetted.map_bytes, vetted.users_fd
+        self._locks, self.crashed = vetted.locks, vetted.crashed
         try:
             self._lmdb, self._writemap = open_lmdb(
                 self.path,
@@ -226,7 +226,12 @@ class Environment:
                 writemap=writemap,
             )
             try:
-                self._greet()
+                status = (self.path / DATA).stat()
+                self._file = (status.st_dev, status.st_ino)
+                if self._users_fd is not None:
+                    self._witness = Witness(self.path, self._users_fd)
+                with self._turn.taken(_WRITE_SECONDS) if self.writable else nullcontext():
+                    self._greet()
             except BaseException:
                 self._lmdb.close()
                 raise
@@ -235,34 +240,12 @@ class Environment:
             raise
 
     def _greet(self) -> None:
-        """Check that the environment is what the marker says; make it so when it is empty."""
         self.page_bytes = self._lmdb.stat()["psize"]
-        cleared = self._clear_dead_readers(0.0)
-        if cleared:
+        if cleared := self._clear_dead_readers(0.0):
             logger.info("tier %s: %d dead readers cleared", self.tier, cleared)
-        try:
-            meta = self._lmdb.open_db(b"meta", create=False)
-        except lmdb.NotFoundError as error:
-            if not self.writable or self._lmdb.stat()["entries"]:
-                raise IdentityError(
-                    f"{self.path / DATA} is not a tier's: it has no `meta` database; remove it, "
-                    "or give the tier another directory"
-                ) from error
-            meta = self._lmdb.open_db(b"meta")
-        self._databases["meta"] = meta
-        with self._lmdb.begin(write=self.writable) as txn:
-            if self.writable and txn.stat(meta)["entries"] == 0:
-                txn.put(b"kind", self._kind.encode(), db=meta)
-                txn.put(b"format", str(FORMAT_VERSION).encode(), db=meta)
-                txn.put(b"identity", secrets.token_bytes(16), db=meta)
-            found = (txn.get(b"kind", b"", db=meta), txn.get(b"format", b"", db=meta))
-            self.identity = txn.get(b"identity", b"", db=meta)
-        if found != (self._kind.encode(), str(FORMAT_VERSION).encode()):
-            raise IdentityError(
-                f"{self.path / DATA} holds kind {found[0]!r}, format {found[1]!r}, not what "
-                f"{directory.MARKER} beside it says ({self._kind!r}, {FORMAT_VERSION}): it was "
-                "put there from elsewhere; remove it, or give the tier another directory"
-            )
+        self._databases["meta"], self.identity = identity.greet(
+            self._lmdb, self.path, self._kind, self._witness
+        )
 
     # ---------------------------------------------------------------------------- transactions
 
@@ -282,47 +265,45 @@ class Environment:
             try:
                 yield txn
             finally:
-                self._end(txn)
+                txn.abort()
+                self._gate.leave()
         except lmdb.Error as error:
             raise translated(error, self.tier, self.path) from error
 
     @contextmanager
-    def write(self) -> Iterator[Transaction]:
+    def write(self, wait: float | None = None) -> Iterator[Transaction]:
         """The one write transaction of all processes; commits at the end, aborts on an exception.
 
-        Keep it short. Not reentrant.
+        Keep it short. Not reentrant. `wait`: seconds for others that write, 10 if not given.
 
         Raises:
             NoSpace: the budget or the disk is full.
-            TierError: LMDB failed, or another thread has been writing for a minute.
+            TierError: LMDB failed, or others did not end in time.
         """
         if not self.writable:
             raise ValueError(f"{self.path} is open read-only")
-        self._refuse_inside_write()
-        if not self._writing.acquire(timeout=_WRITE_SECONDS):
-            raise TierError(
-                f"tier {self.tier}: a write to {self.path} has not ended in "
-                f"{_WRITE_SECONDS:.0f} s; the disk may hang",
-                tier=self.tier,
-            )
-        self._writer = threading.get_ident()
+        self.check_usable()
+        try:
+            self._turn.take(_WRITE_SECONDS if wait is None else wait)
+        except OSError as error:
+            raise translated(error, self.tier, self.path) from error
         try:
             self._clear_dead_readers(_CLEAR_SECONDS)
             txn: Transaction = self._begin(write=True)
             try:
+                if self._witness is not None:
+                    self._witness.begins()
                 yield txn
                 txn.commit()
             finally:
-                self._end(txn)
+                txn.abort()  # does nothing after a commit
+                if self._witness is not None:  # none in a child that was forked meanwhile
+                    self._witness.ended()
+                self._gate.leave()
         except lmdb.Error as error:
             raise translated(error, self.tier, self.path) from error
         finally:
-            self._writer = 0
-            self._writing.release()
-
-    def _refuse_inside_write(self) -> None:
-        if self._writer == threading.get_ident():
-            raise ValueError(f"this thread is in a write transaction of {self.path} already")
+            self._turn.give()
 
     def _begin(self, *, write: bool, buffers: bool = False) -> Any:
         for last in (False, True):
@@ -345,10 +326,6 @@ class Environment:
                 raise
         raise AssertionError  # pragma: no cover - the loop returns or raises
 
-    def _end(self, txn: Transaction | BufferTransaction) -> None:
-        txn.abort()  # does nothing after a commit
-        self._gate.leave()
-
     def _enter(self) -> None:
         self.check_usable()
         if not self._gate.enter(_CLOSE_SECONDS):
@@ -369,11 +346,28 @@ class Environment:
         """Raise `TierError` when the environment was closed, or opened before a fork."""
         if os.getpid() != self._pid:
             raise self._unusable(
-                f"it was opened by process {self._pid} before the fork; open it after the fork, or "
-                "start child processes with the spawn method"
+                f"it was opened by process {self._pid} before the fork; start child processes with "
+                "the spawn method, or before it is opened"
             )
         if self._gate.is_shut:
             raise self._unusable("it was closed")
+
+    def check_current(self) -> None:
+        """Raise `TierError` when `data.mdb` was removed, or replaced by another process, which can
+        happen to whoever only reads: what is stored from now on would never be seen here."""
+        self.check_usable()
+        if not self._is_current():
+            raise self._unusable(
+                f"{DATA} was removed or replaced while it was open here; it is used again when all "
+                "stores of this process that have it open were closed"
+            )
+
+    def _is_current(self) -> bool:
+        try:
+            status = (self.path / DATA).stat()
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self._file
 
     def _unusable(self, reason: str) -> TierError:
         return TierError(f"tier {self.tier}: {self.path} cannot be used: {reason}", tier=self.tier)
@@ -455,7 +449,8 @@ class Environment:
             self._uses -= 1
             if self._uses:
                 return
-            self._open.pop(self._key, None)
+            if self._open.get(self._key) is self:
+                del self._open[self._key]
             if not self._gate.shut(_CLOSE_SECONDS):
                 logger.warning("tier %s: %s is still in use, not closed", self.tier, self.path)
                 self._inherited.append(self)
@@ -476,9 +471,11 @@ class Environment:
             with directory.directory_lock(self.path, self.tier, _CLOSE_SECONDS):
                 self._lmdb.sync(True)
                 self._lmdb.close()
-                mark_clean(self.path, self._users_fd, self._kind, self._durability)
+                mark_clean(self.path, self._users_fd, self._kind, self._durability, self._on_clean)
 
     def _let_go(self) -> None:
+        self._witness = None
+        self._turn.close()
         if self._users_fd is not None:
             os.close(self._users_fd)
             self._users_fd = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tiered_kv.contracts import ChangeBatch
 from tiered_kv.index.environment import Environment, Transaction
@@ -21,6 +21,13 @@ _NAMESPACE_BYTES = 8
 _NUMBER_BYTES = 8
 _LAST = b"log"
 _LENGTH = struct.Struct(">H")
+_BEYOND: dict[bytes, Callable[[], int]] = {
+    b"tick": time.time_ns,
+    b"generation": time.time_ns,
+    _LAST: time.time_ns,
+    b"class": lambda: int(time.time()),  # has 4 bytes
+}
+"""By counter, a number that counting does not reach."""
 
 
 def number_bytes(value: int) -> bytes:
@@ -36,8 +43,14 @@ class Counters:
         self._meta = environment.database("meta")
 
     def get(self, txn: Transaction, name: bytes) -> int:
-        """0 where it was never set."""
-        return int.from_bytes(txn.get(name, b"", db=self._meta), "big")
+        """0 where it was never set. Of one that was damaged, as its length tells, more than was
+        ever counted, so that no number is given out twice."""
+        data = txn.get(name, db=self._meta)
+        if data is None:
+            return 0
+        if len(data) != _NUMBER_BYTES:
+            return _BEYOND.get(name, lambda: 0)()
+        return int.from_bytes(data, "big")
 
     def set(self, txn: Transaction, name: bytes, value: int) -> None:
         """Set it."""

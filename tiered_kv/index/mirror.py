@@ -1,19 +1,34 @@
-"""The keys of one store in memory, for the scheduler: looked up without I/O or waiting."""
+"""The keys of one store in memory, for the scheduler: looked up without I/O or waiting.
+
+Why it is exact once the writers rest. A fill notes the log's cursor before it scans, follows the
+log while it scans, and takes out at its end once more what the log removed last. So a key with a
+change after the cursor ends as its last change says, however long ago the scan had seen it; a key
+without one has not changed, and the scan saw it as it is. Afterwards only the log changes the set,
+with one exception: a key that was forgotten is taken out when the store, asked afterwards, does
+not have it; if it comes back after that answer, the log tells so after the answer. A log that was
+cut, or belongs to an index that was emptied, says so, and the mirror fills anew; a store whose
+files were replaced raises, and is opened anew.
+
+Until then it may be wrong for some time, in both directions: a stale hit becomes a miss when the
+block is loaded, and is forgotten then; a block it does not know yet is computed again.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 
-from tiered_kv.contracts import BlockStore
+from tiered_kv.contracts import BlockStore, ChangeBatch
 from tiered_kv.errors import RefuseToStart, TieredKVError
 from tiered_kv.index.keyset import KeySet
 from tiered_kv.values import BlockKey
 
 __all__ = ["Mirror"]
 
-_CHUNK_KEYS = 2_048
+_CHUNK_KEYS = 32_768
+"""Keys that a fill adds at once: each time costs some hundred hand-overs of the GIL."""
 _MOST_ASKED = 65_536
 _RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -43,7 +58,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._asked: dict[BlockKey, None] = {}
         self._absent: set[BlockKey] = set()
-        self._told: dict[BlockKey, bool] = {}
+        self._forgotten: dict[BlockKey, None] = {}
         self._thread = threading.Thread(target=self._run, name=f"mirror-{tier}", daemon=True)
         self._thread.start()
 
@@ -55,10 +70,11 @@ class Mirror:
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool | None]:
         """Whether each block is stored. None (only while "filling"): not known yet; the thread
         was asked, ask again. False for all while the store is not open or does not work."""
+        known = self._keys  # before the state: an empty set is not "ready"
         state = self._state
         if not keys or state not in ("filling", "ready"):
             return [False] * len(keys)
-        answers: list[bool | None] = list(self._keys.contains(keys))
+        answers: list[bool | None] = list(known.contains(keys))
         if state == "filling":
             unknown: list[BlockKey] = []
             for place, key in enumerate(keys):
@@ -66,9 +82,10 @@ class Mirror:
                     answers[place] = None
                     unknown.append(key)
             self._ask(unknown)
-        if self._told:
+        if self._forgotten:
             for place, key in enumerate(keys):
-                answers[place] = self._told.get(key, answers[place])
+                if key in self._forgotten:
+                    answers[place] = False
         return answers
 
     def _ask(self, keys: list[BlockKey]) -> None:
@@ -77,20 +94,13 @@ class Mirror:
             self._asked.update(dict.fromkeys(keys[:room]))
         self._wake.set()
 
-    def add(self, keys: Iterable[BlockKey]) -> None:
-        """These were just stored, as far as the caller knows."""
-        self._tell(keys, True)
-
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """These turned out to be missing or corrupt: not stored, until the thread has asked the
         store, which may hold them again by then."""
-        self._tell(keys, False)
-
-    def _tell(self, keys: Iterable[BlockKey], stored: bool) -> None:
         with self._lock:
-            self._told.update(dict.fromkeys(keys, stored))
-            while len(self._told) > _MOST_ASKED:  # the thread hangs in the store
-                del self._told[next(iter(self._told))]
+            self._forgotten.update(dict.fromkeys(keys))
+            while len(self._forgotten) > _MOST_ASKED:  # the thread hangs in the store
+                del self._forgotten[next(iter(self._forgotten))]
         self._wake.set()
 
     def poll_now(self) -> None:
@@ -147,7 +157,7 @@ class Mirror:
         self._ready.clear()
         self._keys = KeySet()
         with self._lock:
-            self._told.clear()
+            self._forgotten.clear()
             self._asked.clear()
 
     def _close_store(self, store: BlockStore) -> None:
@@ -161,31 +171,45 @@ class Mirror:
         while not self._stop.is_set():
             self._wake.wait(self._poll_seconds)
             self._wake.clear()
-            self._take_what_was_told(store)
+            self._ask_for_the_forgotten(store)
             batch = store.changes(cursor)
-            cursor = self._fill(store) if batch.restart else batch.cursor
-            if batch.changes:
-                last = dict(batch.changes)
-                self._keys.discard([key for key, added in last.items() if not added])
-                self._keys.add([key for key, added in last.items() if added])
+            if batch.restart:
+                cursor = self._fill(store)
+            else:
+                cursor = batch.cursor
+                _follow_into(batch, self._keys, None)
 
     def _fill(self, store: BlockStore) -> int:
         """Scan the store into an empty set; gives the cursor from which changes are to follow."""
         cursor = store.changes(None).cursor
         self._ready.clear()
-        self._keys = KeySet()
         self._absent = set()
         self._state = "filling"
+        self._keys = keys = KeySet()
+        gone = KeySet(keys.seed)
         chunk: list[BlockKey] = []
+        due = time.monotonic() + self._poll_seconds
+        cut = False
         for key in store.scan():
             chunk.append(key)
             if len(chunk) >= _CHUNK_KEYS or self._asked:
-                self._keys.add(chunk)
+                keys.add(chunk)
                 chunk.clear()
                 self._answer(store)
+                if not cut and time.monotonic() >= due:
+                    batch = store.changes(cursor)
+                    # Scan to the end all the same: the next poll will be told so again, and a
+                    # store that is written to all the time, with a short log, would never be full.
+                    cut = batch.restart
+                    if not cut:
+                        cursor = batch.cursor
+                        _follow_into(batch, keys, gone)
+                        self._absent.difference_update(key for key, _ in batch.changes)
+                    due = time.monotonic() + self._poll_seconds
             if self._stop.is_set():
                 return cursor
-        self._keys.add(chunk)
+        keys.add(chunk)
+        keys.difference_update(gone)
         self._state = "ready"
         self._absent = set()
         with self._lock:
@@ -203,16 +227,26 @@ class Mirror:
             if len(self._absent) < _MOST_ASKED:
                 self._absent.update(set(asked) - set(stored))
 
-    def _take_what_was_told(self, store: BlockStore) -> None:
+    def _ask_for_the_forgotten(self, store: BlockStore) -> None:
         with self._lock:
-            told = dict(self._told)
-        # They may have been stored anew before this was told, and the change log tells it once.
-        forgotten = [key for key, stored in told.items() if not stored]
-        there = store.contains(forgotten) if forgotten else []
-        gone = [key for key, held in zip(forgotten, there, strict=True) if not held]
-        self._keys.discard(gone)
-        self._keys.add([key for key, stored in told.items() if stored])
+            forgotten = list(self._forgotten)
+        if not forgotten:
+            return
+        # They may have been stored anew before they were forgotten: the log tells that once only.
+        there = store.contains(forgotten)
+        self._keys.discard([key for key, held in zip(forgotten, there, strict=True) if not held])
         with self._lock:
-            for key, stored in told.items():
-                if self._told.get(key) is stored:
-                    del self._told[key]
+            for key in forgotten:
+                self._forgotten.pop(key, None)
+
+
+def _follow_into(batch: ChangeBatch, keys: KeySet, gone: KeySet | None) -> None:
+    """Change `keys` as the log tells, and remember in `gone` what it removed."""
+    last = dict(batch.changes)
+    added = [key for key, there in last.items() if there]
+    removed = [key for key, there in last.items() if not there]
+    keys.discard(removed)
+    keys.add(added)
+    if gone is not None:
+        gone.discard(added)
+        gone.add(removed)

@@ -20,21 +20,12 @@ MAX_LOCATION_BYTES = 32
 
 _CHECK = struct.Struct(">I")
 _ROW = struct.Struct(">BQQIQ")
+_SEALED_ROW = struct.Struct(">IBQQIQ")
 _BLOCK = struct.Struct(">IQHH")
+_SEALED_BLOCK = struct.Struct(">IIQHH")
 _CLASS = struct.Struct(">8sIQQ")
 _KIND_CODES = {ChecksumKind.XXH3: 1, ChecksumKind.WSUM: 2}
 _KINDS = {code: kind for kind, code in _KIND_CODES.items()}
-
-
-def _sealed(key: bytes, content: bytes) -> bytes:
-    return _CHECK.pack(xxhash.xxh32_intdigest(key + content)) + content
-
-
-def _opened(key: bytes, data: bytes) -> bytes | None:
-    content = data[_CHECK.size :]
-    if data[: _CHECK.size] != _CHECK.pack(xxhash.xxh32_intdigest(key + content)):
-        return None
-    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +58,20 @@ class Row:
             self.slot_class,
             self.generation,
         )
-        return _sealed(key, head + self.location)
+        content = head + self.location
+        return _CHECK.pack(xxhash.xxh32_intdigest(key + content)) + content
 
     @classmethod
     def unpack(cls, key: bytes, data: bytes) -> Row | None:
         """The row; None where the record is damaged."""
-        content = _opened(key, data)
-        if content is None or not 0 <= len(content) - _ROW.size <= MAX_LOCATION_BYTES:
+        if not 0 <= len(data) - _SEALED_ROW.size <= MAX_LOCATION_BYTES:
             return None
-        code, length, value, slot_class, generation = _ROW.unpack_from(content)
+        check, code, length, value, slot_class, generation = _SEALED_ROW.unpack_from(data)
         kind = _KINDS.get(code)
-        if kind is None:
+        if kind is None or check != xxhash.xxh32_intdigest(key + data[_CHECK.size :]):
             return None
         checksum = BlockChecksum(length, value, kind)
-        return cls(checksum, slot_class, content[_ROW.size :], generation)
+        return cls(checksum, slot_class, data[_SEALED_ROW.size :], generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +92,23 @@ class BlockRecord:
 
     def pack(self, key: bytes) -> bytes:
         """The record under `key`."""
-        content = _BLOCK.pack(self.slot_class, self.tick, self.world_size, self.present)
-        return _sealed(key, content)
+        return self.packed(key, self.slot_class, self.tick, self.world_size, self.present)
+
+    @staticmethod
+    def packed(key: bytes, slot_class: int, tick: int, world_size: int, present: int) -> bytes:
+        """What `pack` gives for a record with these fields."""
+        content = _BLOCK.pack(slot_class, tick, world_size, present)
+        return _CHECK.pack(xxhash.xxh32_intdigest(key + content)) + content
 
     @classmethod
     def unpack(cls, key: bytes, data: bytes | None) -> BlockRecord | None:
         """The record; None where it is missing or damaged."""
-        content = None if data is None else _opened(key, data)
-        if content is None or len(content) != _BLOCK.size:
+        if data is None or len(data) != _SEALED_BLOCK.size:
             return None
-        return cls(*_BLOCK.unpack(content))
+        check, slot_class, tick, world_size, present = _SEALED_BLOCK.unpack(data)
+        if check != xxhash.xxh32_intdigest(key + data[_CHECK.size :]):
+            return None
+        return cls(slot_class, tick, world_size, present)
 
 
 @dataclass(frozen=True, slots=True)

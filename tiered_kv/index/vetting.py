@@ -8,13 +8,15 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from tiered_kv.errors import NoSpace, TierError
-from tiered_kv.index import directory
+from tiered_kv.index import checking, directory
 from tiered_kv.index.directory import DATA, LOCK, USERS, Marker
+from tiered_kv.index.witness import is_as_left
 
-__all__ = ["Vetted", "mark_clean", "vet_for_reading", "vet_for_writing"]
+__all__ = ["Emptied", "Vetted", "mark_clean", "vet_for_reading", "vet_for_writing"]
 
 _LEAST_MAP_BYTES = 512 * 1024
 _BESIDE_BYTES = 96 * 1024
@@ -23,6 +25,19 @@ _KEPT_DAMAGED_SHARE = 4
 """A damaged file is kept when it takes at most this fraction (1/4) of the budget."""
 
 logger = logging.getLogger(__name__)
+
+
+class Emptied(Enum):
+    """Why an environment starts empty."""
+
+    MISSING = "missing"
+    """There is no `data.mdb`: the directory is new, or somebody deleted it."""
+    DAMAGED = "damaged"
+    OUTGROWN = "outgrown"
+    """It is larger than the budget allows now."""
+    CRASHED = "crashed"
+    """The machine stopped without a clean close, and nothing was promised for that case: what lies
+    beside it is not to be trusted either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,8 @@ class Vetted:
     """Holds the shared lock of a process that writes; to be closed after the environment."""
     locks: bool = True
     """False where the reader table cannot be written."""
+    crashed: bool = False
+    """See `Environment.crashed`."""
 
 
 def vet_for_writing(
@@ -45,7 +62,7 @@ def vet_for_writing(
     durability: str,
     max_bytes: int,
     own_budget: Collection[str],
-    on_empty: Callable[[], None] | None,
+    on_empty: Callable[[Emptied], None] | None,
 ) -> Vetted:
     """Check the directory for opening it read-write; the directory's lock is held.
 
@@ -63,14 +80,21 @@ def vet_for_writing(
         ours = directory.start_marker(kind, durability)
         if marker is None:
             directory.write_marker(path, ours)  # from here on the directory is ours
-        empty = alone and _emptied(path, marker, tier, max_bytes)
+        if not alone and not (path / DATA).exists():
+            raise TierError(
+                f"tier {tier}: {path / DATA} was deleted while other processes use it; stop them, "
+                "then start again",
+                tier=tier,
+            )
+        crashed = alone and marker is not None and _crashed(marker)
+        empty = _emptied(path, users_fd, marker, tier, max_bytes) if alone else None
         map_bytes = _map_bytes(path, tier, max_bytes, own_budget)
-        if alone and not empty and not directory.fit_data(path, map_bytes):
+        if alone and empty is None and not directory.fit_data(path, map_bytes):
             _warn(tier, path, f"it is larger than the budget allows now ({map_bytes} bytes)")
             directory.remove_data(path)
-            empty = True
-        if empty and on_empty is not None:
-            on_empty()
+            empty = Emptied.OUTGROWN
+        if empty is not None and on_empty is not None:
+            on_empty(empty)
         # After a crash nobody may take the directory for clean, nor for left by an earlier boot.
         if marker != ours:
             directory.write_marker(path, ours)
@@ -84,25 +108,28 @@ def vet_for_writing(
     except BaseException:
         os.close(users_fd)
         raise
-    return Vetted(map_bytes, users_fd)
+    return Vetted(map_bytes, users_fd, crashed=crashed)
 
 
-def _emptied(path: Path, marker: Marker | None, tier: str, max_bytes: int) -> bool:
-    """Whether there is nothing, or nothing to be trusted, which is then out of the way."""
-    if marker is None or not (path / DATA).exists():
-        directory.remove_data(path)
-        return True
-    reason = _stale(marker)
+def _emptied(
+    path: Path, users_fd: int, marker: Marker | None, tier: str, max_bytes: int
+) -> Emptied | None:
+    """Why there is nothing, or nothing to be trusted, which is then out of the way; None where
+    what is there may be used."""
+    reason = None if marker is None else _stale(marker)
     if reason is not None:
         directory.remove_data(path)
         _warn(tier, path, reason)
-        return True
-    reason = _damage(path, marker)
+        return Emptied.CRASHED
+    if marker is None or not (path / DATA).exists():
+        directory.remove_data(path)
+        return Emptied.MISSING
+    reason = _damage(path, users_fd, marker, tier)
     if reason is None:
-        return False
+        return None
     kept = directory.set_aside(path, max_bytes // _KEPT_DAMAGED_SHARE)
     _warn(tier, path, reason, f"set aside as {kept.name}" if kept else "removed")
-    return True
+    return Emptied.DAMAGED
 
 
 def _warn(tier: str, path: Path, reason: str, done: str = "removed") -> None:
@@ -141,14 +168,14 @@ def vet_for_reading(path: Path, *, kind: str, tier: str, max_bytes: int) -> Vett
         )
     lock = path / LOCK
     locks = os.access(lock if lock.exists() else path, os.W_OK)
-    with _no_writer(path) as alone:
+    with _no_writer(path) as (alone, users_fd):
         if not alone and not locks:
             raise TierError(
                 f"tier {tier}: another process writes to {path}, and this one may not write to "
                 f"{lock}, without which it can't read safely meanwhile",
                 tier=tier,
             )
-        reason = (_stale(marker) or _damage(path, marker)) if alone else None
+        reason = _stale(marker) or _damage(path, users_fd, marker, tier) if alone else None
     if reason is not None:
         raise TierError(
             f"tier {tier}: {data} cannot be used: {reason}; it is left as it is, because the tier "
@@ -159,22 +186,27 @@ def vet_for_reading(path: Path, *, kind: str, tier: str, max_bytes: int) -> Vett
 
 
 @contextmanager
-def _no_writer(path: Path) -> Iterator[bool]:
-    """Whether no process has it open for writing; none can open it while this lasts."""
+def _no_writer(path: Path) -> Iterator[tuple[bool, int | None]]:
+    """Whether no process has it open for writing, and the file that says so, if it is there; none
+    can open it while this lasts."""
     try:
         fd = os.open(path / USERS, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        yield True
+        yield True, None
         return
     try:
-        yield directory.try_lock(fd, fcntl.LOCK_EX)
+        yield directory.try_lock(fd, fcntl.LOCK_EX), fd
     finally:
         os.close(fd)
 
 
-def _stale(marker: Marker) -> str | None:
+def _crashed(marker: Marker) -> bool:
     now = directory.start_marker(marker.kind, marker.durability)
-    if marker.clean or marker.boot_id == now.boot_id or marker.durability != "none":
+    return not marker.clean and marker.boot_id != now.boot_id
+
+
+def _stale(marker: Marker) -> str | None:
+    if marker.durability != "none" or not _crashed(marker):
         return None
     return (
         "the machine stopped without a clean close, and with `durability: none` it is not known "
@@ -182,22 +214,44 @@ def _stale(marker: Marker) -> str | None:
     )
 
 
-def _damage(path: Path, marker: Marker) -> str | None:
-    status = (path / DATA).stat()
-    untouched = (status.st_size, status.st_mtime_ns) == (marker.data_bytes, marker.data_mtime_ns)
-    if marker.clean and untouched:
+def _damage(path: Path, users_fd: int | None, marker: Marker, tier: str) -> str | None:
+    """Why the file may not be given to LMDB; None where it may."""
+    if _is_as_left(path, users_fd, marker):
         return None
-    problem = directory.find_damage(path)
+    try:
+        problem = checking.find_damage(path / DATA)
+    except checking.DamageUnknown as error:
+        raise TierError(
+            f"tier {tier}: {path / DATA} was not closed in good order, and whether it is whole "
+            f"is not known: {error}",
+            tier=tier,
+        ) from error
     return None if problem is None else f"it is damaged: {problem}"
 
 
-def mark_clean(path: Path, users_fd: int, kind: str, durability: str) -> None:
+def _is_as_left(path: Path, users_fd: int | None, marker: Marker) -> bool:
+    """Whether it is as it was when it was closed, or, under the same boot, when the last process
+    that wrote to it ended."""
+    status = (path / DATA).stat()
+    if marker.clean:
+        return (status.st_size, status.st_mtime_ns) == (marker.data_bytes, marker.data_mtime_ns)
+    same_boot = marker.boot_id == directory.start_marker(marker.kind, marker.durability).boot_id
+    return same_boot and users_fd is not None and is_as_left(users_fd, status)
+
+
+def mark_clean(
+    path: Path, users_fd: int, kind: str, durability: str, on_clean: Callable[[], None] | None
+) -> None:
     """Say that all is on the disk, if no other process writes; the directory's lock is held.
+    `on_clean` is called before, to bring there what lies beside the environment.
 
     Raises:
-        OSError: as the file system says; the directory is then checked at the next open.
+        TieredKVError, OSError: as `on_clean`, or the file system, says; the directory is then
+            checked at the next open.
     """
     if directory.try_lock(users_fd, fcntl.LOCK_EX):
+        if on_clean is not None:
+            on_clean()
         status = (path / DATA).stat()
         started = directory.start_marker(kind, durability)
         marker = Marker(kind, started.boot_id, True, durability, status.st_size, status.st_mtime_ns)

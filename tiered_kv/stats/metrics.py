@@ -74,6 +74,34 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
                 ("tier", "reason"),
                 "Blocks that were to be stored in a tier and were not, by reason.",
             ),
+            Metric(
+                "tier_corrupt_blocks_total",
+                _C,
+                ("tier", "found"),
+                "Blocks of a tier that did not match their checksums and were dropped from it, by "
+                "what found them (load, scrub).",
+            ),
+            Metric(
+                "tier_unverified_blocks_total",
+                _C,
+                ("tier",),
+                "Blocks loaded from a tier without comparing them with their checksums, as its "
+                "`verify` says.",
+            ),
+            Metric(
+                "scrub_blocks_total",
+                _C,
+                ("tier",),
+                "Blocks of a tier that its scrub compared with their checksums.",
+            ),
+            Metric("scrub_bytes_total", _C, ("tier",), "Bytes that a tier's scrub read."),
+            Metric(
+                "scrub_failures_total",
+                _C,
+                ("tier",),
+                "Blocks that a tier's scrub could not read, and rounds that it gave up.",
+            ),
+            Metric("scrub_rounds_total", _C, ("tier",), "Rounds that a tier's scrub finished."),
             Metric("tier_resident_blocks", _G, ("tier",), "Whole blocks in a tier."),
             Metric("tier_pinned_blocks", _G, ("tier",), "Blocks that may not be evicted now."),
             Metric("tier_used_bytes", _G, ("tier",), "Bytes that count against a tier's budget."),

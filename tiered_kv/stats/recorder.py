@@ -91,6 +91,27 @@ class StatsRecorder:
         with self._lock:
             self._add("tier_dropped_blocks_total", (tier, reason), blocks)
 
+    def corrupt(self, tier: str, found: str, blocks: int) -> None:
+        """Blocks of a tier did not match their checksums; `found` says what noticed: "load" or
+        "scrub"."""
+        with self._lock:
+            self._add("tier_corrupt_blocks_total", (tier, found), blocks)
+
+    def unverified(self, tier: str, blocks: int) -> None:
+        """Blocks were loaded from a tier without comparing them with their checksums."""
+        with self._lock:
+            self._add("tier_unverified_blocks_total", (tier,), blocks)
+
+    def scrubbed(
+        self, tier: str, *, blocks: int = 0, bytes_: int = 0, failures: int = 0, rounds: int = 0
+    ) -> None:
+        """What a tier's scrub did since the last call."""
+        with self._lock:
+            self._add("scrub_blocks_total", (tier,), blocks)
+            self._add("scrub_bytes_total", (tier,), bytes_)
+            self._add("scrub_failures_total", (tier,), failures)
+            self._add("scrub_rounds_total", (tier,), rounds)
+
     def occupancy(
         self,
         tier: str,

@@ -70,6 +70,12 @@ class TierStats:
     evicted: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Blocks by reason."""
+    corrupt: Mapping[str, int] = field(default_factory=dict)
+    """Blocks by what found them: load, scrub."""
+    unverified: int = 0
+    """Blocks that were loaded without comparing them with their checksums."""
+    scrubbed_blocks: int = 0
+    scrubbed_bytes: int = 0
     resident_blocks: int = 0
     pinned_blocks: int = 0
     used_bytes: int = 0
@@ -148,6 +154,10 @@ class StatsSnapshot:
             misses=int(self.counter("tier_misses_total", name)),
             evicted=int(self.counter("tier_evicted_blocks_total", name)),
             dropped=self._by_last_label("tier_dropped_blocks_total", (name,)),
+            corrupt=self._by_last_label("tier_corrupt_blocks_total", (name,)),
+            unverified=int(self.counter("tier_unverified_blocks_total", name)),
+            scrubbed_blocks=int(self.counter("scrub_blocks_total", name)),
+            scrubbed_bytes=int(self.counter("scrub_bytes_total", name)),
             resident_blocks=int(self.gauge("tier_resident_blocks", name)),
             pinned_blocks=int(self.gauge("tier_pinned_blocks", name)),
             used_bytes=int(self.gauge("tier_used_bytes", name)),

@@ -7,31 +7,42 @@ belong to `MemoryTiers`, not to the stores that are opened on them.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.config import TierSettings
+from tiered_kv.config import StoreSettings
 from tiered_kv.contracts import (
     API_VERSION,
     Backend,
+    BlockStore,
     ChangeBatch,
+    MaintenanceContext,
     NewBlock,
     Place,
     ReadResult,
+    Reconciliation,
     StoreContext,
+    StoredNamespace,
     StoreStat,
 )
 from tiered_kv.errors import NoSpace
 from tiered_kv.specs import KeySpec
-from tiered_kv.testing.faults import Valve
-from tiered_kv.values import BlockKey, BlockStatus, Medium
+from tiered_kv.testing.faults import Faults, FaultyStore, Method, Valve
+from tiered_kv.values import BlockKey, BlockStatus, CacheGeometry, Medium, Namespace
 
-__all__ = ["MemoryDisk", "MemorySettings", "MemorySpec", "MemoryStore", "MemoryTiers"]
+__all__ = [
+    "MemoryDisk",
+    "MemoryMaintenance",
+    "MemorySettings",
+    "MemorySpec",
+    "MemoryStore",
+    "MemoryTiers",
+]
 
 _MOST_CHANGES = 65_536
 
@@ -46,7 +57,7 @@ class MemorySpec(KeySpec):
     medium: ClassVar[Medium] = Medium("memory")
 
 
-class MemorySettings(TierSettings, frozen=True):
+class MemorySettings(StoreSettings, frozen=True):
     """A tier of type `memory`."""
 
     type: Literal["memory"] = Field(default="memory", description="Blocks in a dictionary.")
@@ -56,25 +67,37 @@ class MemoryDisk:
     """What the stores of one tier share, all namespaces and ranks together. Thread-safe."""
 
     def __init__(self) -> None:
-        self.reading = Valve()
-        """Every `read` passes it before it copies."""
-        self.writing = Valve()
-        """Every `write` passes it before it copies."""
-        self.publishing = Valve()
-        """Every `publish` passes it."""
-        self.trouble: Callable[[str, Sequence[BlockKey]], None] = lambda method, keys: None
-        """Called with a method's name (reserve, write, publish, read) and its keys before the
-        method does anything; may raise what a store may raise."""
-        self.answers: dict[BlockKey, BlockStatus] = {}
-        """What `read` says of these keys instead of reading them."""
+        self.faults = Faults()
+        """What goes wrong in all stores of this disk."""
         self.lock = threading.RLock()
         self.rows: OrderedDict[Row, dict[int, tuple[bytes, BlockChecksum]]] = OrderedDict()
         """By rank, the parts of each block; least recently used first."""
-        self.reserved: dict[int, tuple[Row, int, int]] = {}
+        self.reserved: dict[object, tuple[Row, int, int]] = {}
         """Row, rank and bytes of each place that was neither published nor abandoned."""
         self.evicted = 0
+        self.namespaces: dict[bytes, tuple[Namespace, CacheGeometry]] = {}
+        """By id, those that were opened for writing."""
+        self.writers: Counter[bytes] = Counter()
+        """How many stores are open for writing, by the id of their namespace."""
+        self.left: set[object] = set()
+        """Which of `reserved` belong to stores that were closed."""
         self._sequence = 0
         self._changes: deque[tuple[int, Row, bool]] = deque(maxlen=_MOST_CHANGES)
+
+    @property
+    def reading(self) -> Valve:
+        """Every `read` passes it before it copies."""
+        return self.faults.at(Method.READ)
+
+    @property
+    def writing(self) -> Valve:
+        """Every `write` passes it before it copies."""
+        return self.faults.at(Method.WRITE)
+
+    @property
+    def publishing(self) -> Valve:
+        """Every `publish` passes it."""
+        return self.faults.at(Method.PUBLISH)
 
     @property
     def used_bytes(self) -> int:
@@ -136,7 +159,14 @@ class MemoryStore:
         self._namespace = context.namespace.id
         self._rank = context.geometry.rank
         self._ranks = context.geometry.world_size
-        self._written: dict[int, bytes] = {}
+        self._written: dict[object, bytes] = {}
+        self._mine: set[object] = set()
+        self._writable = context.writable
+        if context.writable:
+            with disk.lock:
+                known = context.namespace, replace(context.geometry, rank=0)
+                disk.namespaces[self._namespace] = known
+                disk.writers[self._namespace] += 1
 
     def _row(self, key: BlockKey) -> Row:
         return self._namespace, key
@@ -156,7 +186,6 @@ class MemoryStore:
             NoSpace: not enough can be evicted.
         """
         disk = self._disk
-        disk.trouble("reserve", [block.key for block in blocks])
         with disk.lock:
             new = {
                 block.key: block
@@ -171,7 +200,8 @@ class MemoryStore:
                     continue
                 token = object()
                 size = block.checksum.length
-                disk.reserved[id(token)] = (self._row(block.key), self._rank, size)
+                disk.reserved[token] = (self._row(block.key), self._rank, size)
+                self._mine.add(token)
                 places.append(Place(block, token))
             return places
 
@@ -195,24 +225,17 @@ class MemoryStore:
 
     def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
         """Copy the bytes."""
-        if not places:
-            return
-        self._disk.trouble("write", [place.block.key for place in places])
-        self._disk.writing.pass_through()
         for place, view in zip(places, memory, strict=True):
-            self._written[id(place.token)] = bytes(view)
+            self._written[place.token] = bytes(view)
 
     def publish(self, places: Sequence[Place]) -> None:
         """Make written parts visible."""
-        if not places:
-            return
         disk = self._disk
-        disk.trouble("publish", [place.block.key for place in places])
-        disk.publishing.pass_through()
         with disk.lock:
             for place in places:
-                data = self._written.pop(id(place.token))
-                row, rank, _ = disk.reserved.pop(id(place.token))
+                data = self._written.pop(place.token)
+                row, rank, _ = disk.reserved.pop(place.token)
+                self._mine.discard(place.token)
                 parts = disk.rows.setdefault(row, {})
                 before = len(parts)
                 parts.setdefault(rank, (data, place.block.checksum))
@@ -223,24 +246,19 @@ class MemoryStore:
         """Give room back."""
         with self._disk.lock:
             for place in places:
-                self._written.pop(id(place.token), None)
-                self._disk.reserved.pop(id(place.token), None)
+                self._written.pop(place.token, None)
+                self._disk.reserved.pop(place.token, None)
+                self._mine.discard(place.token)
 
     def read(self, keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> list[ReadResult]:
         """Copy this rank's parts into memory."""
-        if not keys:
-            return []
         disk = self._disk
-        disk.trouble("read", keys)
-        disk.reading.pass_through()
         results: list[ReadResult] = []
         for key, view in zip(keys, memory, strict=True):
             with disk.lock:
                 part = disk.rows.get(self._row(key), {}).get(self._rank)
                 visible = self._visible(key)
-            if key in disk.answers:
-                results.append(ReadResult(disk.answers[key]))
-            elif part is None or not visible or part[1].length > view.nbytes:
+            if part is None or not visible or part[1].length > view.nbytes:
                 results.append(ReadResult(BlockStatus.MISSING))
             else:
                 view[: len(part[0])] = part[0]
@@ -294,7 +312,75 @@ class MemoryStore:
         )
 
     def close(self) -> None:
-        """Nothing to let go of: the bytes are the disk's."""
+        """The bytes are the disk's and stay, places that were not published too, as if the process
+        had been killed. Idempotent."""
+        with self._disk.lock:
+            if self._writable:
+                self._writable = False
+                self._disk.writers[self._namespace] -= 1
+            self._disk.left |= self._mine
+            self._mine.clear()
+
+
+class MemoryMaintenance:
+    """A `StoreMaintenance` of a `MemoryDisk`."""
+
+    def __init__(self, disk: MemoryDisk, context: MaintenanceContext) -> None:
+        self._disk = disk
+        self._tier = context.tier
+        self._writable = context.writable
+
+    def _check_writable(self) -> None:
+        if not self._writable:
+            raise ValueError(f"tier {self._tier!r} was opened for looking only")
+
+    def namespaces(self) -> list[StoredNamespace]:
+        """What lies there, sorted by namespace id."""
+        disk = self._disk
+        with disk.lock:
+            held = {of: [p for (o, _), p in disk.rows.items() if o == of] for of in disk.namespaces}
+            return [
+                StoredNamespace(
+                    namespace,
+                    geometry,
+                    sum(len(parts) == geometry.world_size for parts in held[of]),
+                    sum(len(data) for parts in held[of] for data, _ in parts.values()),
+                    disk.writers[of] > 0,
+                )
+                for of, (namespace, geometry) in sorted(disk.namespaces.items())
+            ]
+
+    def reconcile(self, *, repair: bool) -> Reconciliation:
+        """Find the places that closed stores neither published nor abandoned."""
+        if repair:
+            self._check_writable()
+        disk = self._disk
+        with disk.lock:
+            disk.left &= disk.reserved.keys()
+            found = {"places of closed stores": len(disk.left)} if disk.left else {}
+            if repair:
+                for token in disk.left:
+                    del disk.reserved[token]
+                disk.left.clear()
+        return Reconciliation(found, dict(found) if repair else {})
+
+    def drop(self, namespace_id: bytes) -> int:
+        """Remove every block of a namespace."""
+        self._check_writable()
+        disk = self._disk
+        with disk.lock:
+            if disk.writers[namespace_id]:
+                raise ValueError(f"namespace {namespace_id.hex()} is in use")
+            known = disk.namespaces.pop(namespace_id, None)
+            rows = [row for row in disk.rows if row[0] == namespace_id]
+            for row in rows:
+                parts = disk.rows.pop(row)
+                if known is not None and len(parts) == known[1].world_size:
+                    disk.note(row, added=False)
+            return len(rows)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
 
 class MemoryTiers:
@@ -311,10 +397,15 @@ class MemoryTiers:
             settings=lambda: MemorySettings,
             spec=MemorySpec,
             open_store=self._open,
+            open_maintenance=self._look_after,
         )
 
-    def _open(self, context: StoreContext) -> MemoryStore:
-        return MemoryStore(self.disk(context.tier), context)
+    def _open(self, context: StoreContext) -> BlockStore:
+        disk = self.disk(context.tier)
+        return FaultyStore(MemoryStore(disk, context), disk.faults)
+
+    def _look_after(self, context: MaintenanceContext) -> MemoryMaintenance:
+        return MemoryMaintenance(self.disk(context.tier), context)
 
     def disk(self, tier: str) -> MemoryDisk:
         """The disk of a tier."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from packaging.version import InvalidVersion, Version
 from vllm.v1.core import kv_cache_utils
 
+from tiered_kv.connector import Adapter
 from tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
     )
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "none_hash_seed",
     "offer_again",
     "share_log",
+    "to_adapter",
 ]
 
 SUPPORTED = (Version("0.30"), Version("0.34"))
@@ -151,6 +154,12 @@ def none_hash_seed() -> str:
     if seed is not None:
         return seed or "empty"
     return str(kv_cache_utils.DEFAULT_NONE_HASH_SEED)
+
+
+def to_adapter(lora: LoRARequest) -> Adapter:
+    """An adapter as vLLM's request names it."""
+    shape = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""  # not in every version
+    return Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id, shape)
 
 
 def group_keys(

@@ -40,8 +40,7 @@ from tiered_kv.connector import (
 )
 from tiered_kv.errors import ConfigError, IdentityError
 from tiered_kv.memory import CacheRef, KVCaches
-from tiered_kv.values import BlockKey
-from tiered_kv.vllm.compat import group_keys, offer_again
+from tiered_kv.vllm.compat import group_keys, offer_again, to_adapter
 from tiered_kv.vllm.jobs import (
     TieredHandshake,
     TieredWorkerMetadata,
@@ -195,10 +194,13 @@ class TieredKVConnector(OffloadingConnector):
         Raises:
             RuntimeError: this is a worker's connector.
         """
-        manager = self._spec.manager
-        if not isinstance(manager, TieredKVManager):
+        return self._tiered.core
+
+    @property
+    def _tiered(self) -> TieredKVManager:
+        if self._spec.manager is None:
             raise RuntimeError("a worker's connector has no manager half")
-        return manager.core
+        return self._spec.manager
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -235,21 +237,27 @@ class TieredKVConnector(OffloadingConnector):
         except ConfigError as error:
             logger.warning("request %s: %s; all tiers may answer", request.request_id, error)
             tiers = None
-        self.manager.on_new_request(
-            request.request_id, tiers, host_only=request.lora_request is not None
-        )
+        self.manager.on_new_request(request.request_id, tiers)
+        if request.lora_request is not None:
+            self._tiered.adapt(request.request_id, to_adapter(request.lora_request))
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Ask all tiers about the whole request at once; vLLM's half then reads the answers."""
-        if not request.skip_reading_prefix_cache:
+        naming = self._tiered.naming(request.request_id)
+        if naming is None:  # its adapter's files are being looked at
+            return None, False
+        if naming.host_only:
+            self.manager.keep_in_host(request.request_id)
+        if naming.cached and not request.skip_reading_prefix_cache:
             keys = [
-                BlockKey(make_offload_key(block_hash, group))
+                make_offload_key(block_hash, group)
                 for block_hash, group in group_keys(request, self._hashes)
             ]
-            self.manager.lookup(request.request_id, keys, num_computed_tokens)
+            ours = self._tiered.keys_of(request.request_id, keys)
+            self.manager.lookup(request.request_id, ours, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -14,13 +14,13 @@ from tiered_kv.values import FORMAT_VERSION, Fingerprint
 from tiered_kv.vllm.compat import none_hash_seed
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from tiered_kv.config import NamespaceSettings
 
-__all__ = ["engine_fingerprint"]
+__all__ = ["adapter_identity", "engine_fingerprint"]
 
 
 def engine_fingerprint(
@@ -57,6 +57,7 @@ def engine_fingerprint(
             "architectures": ",".join(model.architectures),
             "quantization": model.quantization or "-",
             "overrides": _text(model.hf_overrides),
+            "long_context": _long_context(model),
             "dtype": str(model.dtype),
             "kv_dtype": offloading.model.dtype,
             "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
@@ -91,6 +92,13 @@ def _text(overrides: object) -> str:
         ) from error
 
 
+def _long_context(model: ModelConfig) -> str:
+    """The longest context, where vLLM chooses the factors of RoPE by it (LongRoPE)."""
+    text = model.hf_text_config
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    return str(model.max_model_len) if "longrope" in repr(ropes) else "-"
+
+
 def _spec(spec: KVCacheSpec) -> str:
     # The scheduler's settings name one layer's spec where the worker's name those of all layers.
     layers: dict[str, KVCacheSpec] | None = getattr(spec, "kv_cache_specs", None)
@@ -122,14 +130,31 @@ def _config(path: str | None) -> str:
         raise IdentityError(f"cannot read the model's configuration: {error}") from error
 
 
+def adapter_identity(path: str) -> str:
+    """Name the contents of a LoRA adapter, by its directory or its name on the hub. Reads files.
+
+    Raises:
+        IdentityError: there are no weight files, or they cannot be read.
+    """
+    return weights_identity(_directory(path, "adapter_config.json", None))
+
+
 def _weights(model: str, revision: str | None) -> str:
-    path = Path(model)
-    if not path.exists():
-        config = try_to_load_from_cache(model, "config.json", revision=revision or "main")
-        if not isinstance(config, str):
-            raise IdentityError(
-                f"{model!r} is neither a directory nor in the local model cache, so its weights "
-                "cannot be told apart from others; set namespace.weights in the configuration"
-            )
-        path = Path(config).parent
-    return weights_identity(path)
+    try:
+        return weights_identity(_directory(model, "config.json", revision))
+    except IdentityError as error:
+        raise IdentityError(f"{error}; set namespace.weights in the configuration") from error
+
+
+def _directory(name: str, config: str, revision: str | None) -> Path:
+    """Where a model or an adapter lies on this machine."""
+    path = Path(name)
+    if path.exists():
+        return path
+    cached = try_to_load_from_cache(name, config, revision=revision or "main")
+    if not isinstance(cached, str):
+        raise IdentityError(
+            f"{name!r} is neither a directory nor in the local model cache, so its weights cannot "
+            "be told apart from others"
+        )
+    return Path(cached).parent

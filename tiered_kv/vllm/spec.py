@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +24,27 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     TransferResult,
+    get_offload_group_idx,
+    make_offload_key,
 )
 
-from tiered_kv.connector import Answer, Manager
+from tiered_kv.connector import UNNAMED, Adapter, Adapters, Answer, Inquiry, Manager, Naming
 from tiered_kv.specs import Parts, StoreTargets
 from tiered_kv.values import BlockKey
+from tiered_kv.vllm.identity import adapter_identity
 from tiered_kv.vllm.metrics import metric_definitions, to_vllm_stats
 
 if TYPE_CHECKING:
     from tiered_kv.vllm.setup import Setup
 
-__all__ = ["CapturedCaches", "LoadSource", "StoreDestination", "TieredKVManager", "TieredKVSpec"]
+__all__ = [
+    "CapturedCaches",
+    "LoadSource",
+    "StoreDestination",
+    "TieredKVManager",
+    "TieredKVSpec",
+    "salted",
+]
 
 ANSWERS = {
     Answer.HIT: LookupResult.HIT,
@@ -60,31 +71,65 @@ class StoreDestination(LoadStoreSpec):
 
 
 class TieredKVManager(OffloadingManager):
-    """Answers vLLM's scheduler from the engine-neutral manager. Scheduler thread only."""
+    """Answers vLLM's scheduler from the engine-neutral manager. Scheduler thread only.
 
-    def __init__(self, manager: Manager) -> None:
+    vLLM names blocks by its own keys; ours are the same but for requests with an adapter.
+    """
+
+    def __init__(self, manager: Manager, adapters: Adapters) -> None:
         self.core = manager
+        self._adapters = adapters
+        self._adapted: dict[str, _Adapted] = {}
+
+    def adapt(self, request: str, adapter: Adapter) -> None:
+        """A request with an adapter was added."""
+        jobs = self._adapted[request].jobs if request in self._adapted else 0
+        self._adapted[request] = _Adapted(self._adapters.ask(adapter), jobs)
+
+    def naming(self, request: str) -> Naming | None:
+        """How the request's blocks are named; None while that is not known yet."""
+        adapted = self._adapted.get(request)
+        return UNNAMED if adapted is None else self._adapters.naming(adapted.inquiry)
+
+    def keys_of(self, request: str, keys: Iterable[OffloadKey]) -> list[BlockKey]:
+        """Our keys of a request's blocks; of one that is not cached those that no block has."""
+        naming = self.naming(request)
+        if naming is UNNAMED:
+            return [BlockKey(key) for key in keys]
+        salt = naming.salt if naming is not None and naming.cached else _NOBODYS
+        return [salted(key, salt) for key in keys]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Read the answer that the connector asked for when it was given the request."""
-        return ANSWERS[self.core.answer(req_context.req_id, BlockKey(key))]
+        (ours,) = self.keys_of(req_context.req_id, [key])
+        return ANSWERS[self.core.answer(req_context.req_id, ours)]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Say where the blocks lie, and pin them."""
-        wanted = tuple(BlockKey(key) for key in keys)
-        return LoadSource(wanted, self.core.prepare_load(req_context.req_id, wanted))
+        request = req_context.req_id
+        wanted = tuple(self.keys_of(request, keys))
+        self._count(request, 1)
+        return LoadSource(wanted, self.core.prepare_load(request, wanted))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """A load ended on all ranks."""
-        self.core.complete_load(req_context.req_id, [BlockKey(key) for key in keys])
+        request = req_context.req_id
+        self.core.complete_load(request, self.keys_of(request, keys))
+        self._count(request, -1)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         """Choose what is stored; a subset where there is no room, never None."""
-        plan = self.core.prepare_store(req_context.req_id, [BlockKey(key) for key in keys])
+        request = req_context.req_id
+        naming = self.naming(request)
+        asked: Sequence[OffloadKey] = list(keys) if naming is not None and naming.cached else []
+        theirs = dict(zip(self.keys_of(request, asked), asked, strict=True))
+        plan = self.core.prepare_store(request, list(theirs))
+        if plan.keys:
+            self._count(request, 1)
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(key) for key in plan.keys],
+            keys_to_store=[theirs[key] for key in plan.keys],
             store_spec=StoreDestination(plan.keys, plan.targets),
             evicted_keys=[OffloadKey(key) for key in plan.evicted],
         )
@@ -93,7 +138,16 @@ class TieredKVManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """A store's first hop ended on all ranks."""
-        self.core.complete_store([BlockKey(key) for key in keys])
+        self.core.complete_store(self.keys_of(req_context.req_id, keys))
+        self._count(req_context.req_id, -1)
+
+    def _count(self, request: str, jobs: int) -> None:
+        """Remember how a request's blocks are named until its last job has ended."""
+        adapted = self._adapted.get(request)
+        if adapted is not None:
+            adapted.jobs = max(0, adapted.jobs + jobs)
+            if adapted.finished and not adapted.jobs:
+                del self._adapted[request]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """The connector has told the core already; blocks are stored one by one."""
@@ -102,6 +156,10 @@ class TieredKVManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """The request is over."""
         self.core.on_request_finished(req_context.req_id)
+        adapted = self._adapted.get(req_context.req_id)
+        if adapted is not None:
+            adapted.finished = True
+            self._count(req_context.req_id, 0)
 
     def has_pending_work(self) -> bool:
         """Never: write-behind needs no engine step."""
@@ -110,6 +168,10 @@ class TieredKVManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Serve no block that was stored before this call."""
         self.core.reset()
+        self._adapters.forget()
+        # The jobs of before are not heard of again.
+        for request, adapted in list(self._adapted.items()):
+            self._count(request, -adapted.jobs)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call."""
@@ -117,7 +179,28 @@ class TieredKVManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """Let go of the mirrors."""
+        self._adapters.close()
         self.core.close()
+
+
+@dataclass(slots=True)
+class _Adapted:
+    """A request with an adapter."""
+
+    inquiry: Inquiry
+    jobs: int = 0
+    """Its loads and stores that have not ended."""
+    finished: bool = False
+
+
+_NOBODYS = b"not cached"
+"""Salt under which nothing is ever stored."""
+
+
+def salted(key: OffloadKey, salt: bytes) -> BlockKey:
+    """The key of a block of a request with an adapter. It names the same KV group."""
+    digest = hashlib.blake2b(key, key=salt, digest_size=32).digest()
+    return BlockKey(make_offload_key(digest, get_offload_group_idx(key)))
 
 
 class CapturedCaches(OffloadingWorker):
@@ -166,7 +249,8 @@ class TieredKVSpec(OffloadingSpec):
         """The manager, which finds nothing until the ranks have reported at start."""
         setup = self._setup
         self.manager = TieredKVManager(
-            setup.assembly.manager(setup.fingerprint, setup.offloading.parallel.world_size)
+            setup.assembly.manager(setup.fingerprint, setup.offloading.parallel.world_size),
+            Adapters(adapter_identity, wait=setup.assembly.deployment.limits.lookup_wait),
         )
         return self.manager
 

@@ -1,6 +1,7 @@
 """The sentences of the contracts that the suites prove, quoted by a failure.
 
-Each is copied word for word from a docstring of `tiered_kv.contracts` or `tiered_kv.specs`.
+Each is copied word for word from a docstring of `tiered_kv.contracts`, `tiered_kv.specs` or
+`tiered_kv.values`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Self
 
-__all__ = ["BrokenPromise", "HandlerPromise", "StorePromise", "owe", "refused"]
+__all__ = [
+    "BrokenPromise",
+    "HandlerPromise",
+    "MaintenancePromise",
+    "StorePromise",
+    "owe",
+    "refused",
+]
 
 
 class BrokenPromise(AssertionError):
@@ -83,6 +91,29 @@ class StorePromise(StrEnum):
     SCAN = "All visible keys of this namespace, in any order, without reading values."
     CHANGES = "Changes since `cursor`; with None an empty batch whose cursor is now."
     CLOSE = "Write what is batched, set the clean-shutdown mark, let go. Idempotent."
+
+
+class MaintenancePromise(StrEnum):
+    """What `tiered_kv.contracts.maintenance` says."""
+
+    EVER_OPENED = (
+        "A namespace that was ever opened for writing in a tier's directory and not dropped since."
+    )
+    GEOMETRY = "What its blocks are, as of rank 0."
+    BLOCKS = "Visible blocks."
+    USED = "Bytes of the parts of its blocks, whole or not."
+    IN_USE = "Whether a live process has it open for writing."
+    SOUND = "Zero counts are left out, so that a sound tier's is empty."
+    REPAIR = (
+        "With `repair`, leftovers of dead processes are removed and rows that lead nowhere are "
+        "dropped"
+    )
+    REPAIR_WRITABLE = "`repair` where it was opened with `writable=False`."
+    DROP = "Remove every block of a namespace, whole or not, and the record of it"
+    ROOM = "give its room back to the file system as far as the medium can"
+    NOT_THERE = "A namespace that is not there is 0."
+    NOT_DROPPED = "it was opened with `writable=False`, or the namespace is in use."
+    BESIDE = "They are safe beside running engines."
 
 
 class HandlerPromise(StrEnum):

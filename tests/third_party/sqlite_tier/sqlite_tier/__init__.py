@@ -10,7 +10,9 @@ from tiered_kv.contracts import (
     Backend,
     BlockStore,
     HandlerContext,
+    MaintenanceContext,
     StoreContext,
+    StoreMaintenance,
     TransferHandler,
 )
 from tiered_kv.specs import GpuSpec, KeySpec
@@ -43,6 +45,12 @@ def _open_store(context: StoreContext) -> BlockStore:
     return SqliteStore(context)
 
 
+def _look_after(context: MaintenanceContext) -> StoreMaintenance:
+    from sqlite_tier.maintenance import SqliteMaintenance
+
+    return SqliteMaintenance(context)
+
+
 def _load(context: HandlerContext) -> TransferHandler[SqliteSpec, GpuSpec]:
     from sqlite_tier.direct import SqliteToGpuHandler
 
@@ -61,6 +69,7 @@ backend = Backend(
     settings=_settings,
     spec=SqliteSpec,
     open_store=_open_store,
+    open_maintenance=_look_after,
     register=_register,
     requires=(("sqlite3", "a Python with sqlite3"),),
 )

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from tiered_kv.config import GIB, MIB, ByteSize, Directory, TierSettings
+from tiered_kv.config import GIB, MIB, ByteSize, Directory, StoreSettings
 
 __all__ = ["SqliteSettings"]
 
 
-class SqliteSettings(TierSettings, frozen=True):
+class SqliteSettings(StoreSettings, frozen=True):
     """A tier of type sqlite."""
 
     type: Literal["sqlite"] = Field(default="sqlite", description="One SQLite file.")

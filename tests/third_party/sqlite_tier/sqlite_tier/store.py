@@ -7,12 +7,14 @@ published parts are as many as there are ranks.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from sqlite_tier.settings import SqliteSettings
@@ -29,11 +31,11 @@ from tiered_kv.contracts import (
 from tiered_kv.errors import ConfigError, FormatError, NoSpace, TierError
 from tiered_kv.values import BlockKey, BlockStatus, ChecksumKind
 
-__all__ = ["SqliteStore"]
+__all__ = ["SqliteStore", "alive"]
 
 FILE = "blocks.sqlite"
 APPLICATION_ID = 0x54494B56
-FORMAT = 1
+FORMAT = 2
 PAGE = 4096
 ROW_BYTES = 2 * PAGE
 """What a block may cost beside its bytes: a page that is not full, and its rows."""
@@ -53,6 +55,8 @@ CREATE TABLE change (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     namespace BLOB NOT NULL, key BLOB NOT NULL, added INTEGER NOT NULL
 );
+CREATE TABLE namespace (id BLOB PRIMARY KEY, told TEXT NOT NULL);
+CREATE TABLE writer (owner INTEGER PRIMARY KEY, namespace BLOB NOT NULL);
 """
 VISIBLE = "SELECT COUNT(*) FROM part WHERE namespace = ? AND key = ? AND owner IS NULL"
 
@@ -85,6 +89,28 @@ class SqliteStore:
         self._lock = threading.RLock()
         self._evicted = 0
         self._database = self._open(settings.path / FILE)
+        if context.writable:
+            try:
+                self._introduce(context)
+            except BaseException:
+                self._database.close()
+                raise
+
+    def _introduce(self, context: StoreContext) -> None:
+        """Record what is stored here, for tools that have no engine, and that it is in use."""
+        told = json.dumps(
+            {
+                "fields": dict(context.namespace.fingerprint.fields),
+                "epoch": context.namespace.epoch.hex(),
+                "groups": [asdict(group) for group in context.geometry.groups],
+                "ranks": context.geometry.world_size,
+            }
+        )
+        with self._changing("introduce a namespace to") as cursor:
+            cursor.execute(
+                "INSERT OR REPLACE INTO namespace VALUES (?, ?)", (self._namespace, told)
+            )
+            cursor.execute("INSERT INTO writer VALUES (?, ?)", (self._owner, self._namespace))
 
     def _open(self, file: Path) -> sqlite3.Connection:
         try:
@@ -129,9 +155,11 @@ class SqliteStore:
                 f"tier {self._tier}: {self._path} holds format {version} of application "
                 f"{application:#x}; this plug-in reads format {FORMAT} of {APPLICATION_ID:#x}"
             )
-        owners = database.execute("SELECT DISTINCT owner FROM part WHERE owner IS NOT NULL")
+        owners = database.execute(
+            "SELECT owner FROM part WHERE owner IS NOT NULL UNION SELECT owner FROM writer"
+        )
         for (owner,) in owners.fetchall():
-            if not Path(f"/proc/{owner >> 32}").exists():
+            if not alive(owner):
                 _give_back(database, owner)
         database.execute("COMMIT")
 
@@ -446,8 +474,14 @@ class SqliteStore:
                 self._database.close()
 
 
+def alive(owner: int) -> bool:
+    """Whether the process of a store still runs."""
+    return Path(f"/proc/{owner >> 32}").exists()
+
+
 def _give_back(database: sqlite3.Connection | sqlite3.Cursor, owner: int) -> None:
     """Free what a store reserved and did not publish."""
+    database.execute("DELETE FROM writer WHERE owner = ?", (owner,))
     ids = "SELECT id FROM part WHERE owner = ?"
     database.execute(f"DELETE FROM bytes WHERE id IN ({ids})", (owner,))
     database.execute("DELETE FROM part WHERE owner = ?", (owner,))

@@ -305,6 +305,13 @@ class SlotSide:
             raise TypeError(f"{spec} is no place in the host block pool")
         return self._pool.checksum(spec.slots[i])
 
+    def data(self, spec: LoadStoreSpec, i: int) -> bytes | None:
+        """The bytes that are bound as block `i`."""
+        if not isinstance(spec, CpuSpec):
+            raise TypeError(f"{spec} is no place in the host block pool")
+        view = self._pool.view(spec.slots[i])
+        return None if view is None else bytes(view)
+
 
 class StoreSide:
     """A key-addressed store, seen from this rank; `peer` is the store of the other rank, whose

@@ -2,113 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import BlockStore, ChangeBatch, NewBlock, Place, ReadResult, StoreStat
+from tiered_kv.contracts import BlockStore, NewBlock, Place
 from tiered_kv.errors import NoSpace, TierError
 from tiered_kv.specs import HopResult, KeySpec, LoadStoreSpec
 from tiered_kv.testing.conformance.contract import HandlerPromise, owe
 from tiered_kv.testing.conformance.handlers.bench import Bench, Hop
 from tiered_kv.testing.conformance.handlers.case import HandlerCase
 from tiered_kv.testing.conformance.handlers.fixtures import HandlerFixtures, MakeBench
-from tiered_kv.testing.conformance.handlers.sides import Block, Fault, Side, SlotSide, StoreSide
-from tiered_kv.values import BlockKey, BlockStatus
+from tiered_kv.testing.conformance.handlers.sides import Block, Side, SlotSide, StoreSide
+from tiered_kv.testing.conformance.handlers.sides import Fault as Damage
+from tiered_kv.testing.faults import Effect, Fault, Faults, FaultyStore, Method
+from tiered_kv.values import BlockStatus
 
-__all__ = ["FailingStore", "StoreDestinationChecks", "StoreSourceChecks", "TravellingChecks"]
+__all__ = ["StoreDestinationChecks", "StoreSourceChecks", "TravellingChecks"]
 
 OK = BlockStatus.OK
 
 
-class FailingStore:
-    """A store that fails where it is told to, and counts the places that nobody gave back."""
-
-    def __init__(self, inner: BlockStore) -> None:
-        self._inner = inner
-        self.trouble: Callable[[str], object] = lambda method: None
-        """Called with the method before it; may raise."""
-        self.answer: Callable[[list[ReadResult]], list[ReadResult]] = lambda results: results
-        """What `read` answers instead."""
-        self.open_places = 0
-
-    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `BlockStore`."""
-        return self._inner.contains(keys)
-
-    def reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
-        """See `BlockStore`."""
-        self.trouble("reserve")
-        places = self._inner.reserve(blocks)
-        self.open_places += sum(place is not None for place in places)
-        return places
-
-    def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
-        """See `BlockStore`."""
-        self.trouble("write")
-        self._inner.write(places, memory)
-
-    def publish(self, places: Sequence[Place]) -> None:
-        """See `BlockStore`."""
-        self.trouble("publish")
-        self._inner.publish(places)
-        self.open_places -= len(places)
-
-    def abandon(self, places: Sequence[Place]) -> None:
-        """See `BlockStore`."""
-        self._inner.abandon(places)
-        self.open_places -= len(places)
-
-    def read(self, keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> list[ReadResult]:
-        """See `BlockStore`."""
-        self.trouble("read")
-        return self.answer(self._inner.read(keys, memory))
-
-    def discard(self, blocks: Sequence[NewBlock]) -> int:
-        """See `BlockStore`."""
-        return self._inner.discard(blocks)
-
-    def delete(self, keys: Sequence[BlockKey]) -> int:
-        """See `BlockStore`."""
-        return self._inner.delete(keys)
-
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See `BlockStore`."""
-        self.trouble("touch")
-        self._inner.touch(keys)
-
-    def scan(self) -> Iterator[BlockKey]:
-        """See `BlockStore`."""
-        return self._inner.scan()
-
-    def changes(self, cursor: int | None) -> ChangeBatch:
-        """See `BlockStore`."""
-        return self._inner.changes(cursor)
-
-    def stat(self) -> StoreStat:
-        """See `BlockStore`."""
-        return self._inner.stat()
-
-    def close(self) -> None:
-        """See `BlockStore`."""
-        self._inner.close()
-
-
-def _failing_bench(case: HandlerCase, make: MakeBench) -> tuple[Bench, FailingStore]:
+def _faulty_bench(case: HandlerCase, make: MakeBench) -> tuple[Bench, FaultyStore, Faults]:
+    """A bench whose handler has a store in which things go wrong; the sides have the sound one."""
     if not case.any_store:
         pytest.skip("the case declares any_store=False")
-    stores: list[FailingStore] = []
+    faults = Faults(tier=case.tier)
+    stores: list[FaultyStore] = []
 
     def wrap(inner: BlockStore) -> BlockStore:
-        stores.append(FailingStore(inner))
+        stores.append(FaultyStore(inner, faults))
         return stores[0]
 
     bench = make(wrap_store=wrap)
     if not stores:
         raise ValueError("the case has no store")
-    return bench, stores[0]
+    return bench, stores[0], faults
 
 
 def _attempt(bench: Bench, hop: Hop) -> HopResult | Exception:
@@ -118,11 +49,25 @@ def _attempt(bench: Bench, hop: Hop) -> HopResult | Exception:
         return error
 
 
+_RAISED = {
+    Effect.TIER_ERROR: TierError,
+    Effect.NO_SPACE: NoSpace,
+    Effect.EIO: OSError,
+    Effect.ENOSPC: OSError,
+    Effect.BUG: RuntimeError,
+}
+
+
+def _is_of(outcome: object, effect: Effect) -> bool:
+    """Whether it is the error that was injected."""
+    return isinstance(outcome, _RAISED[effect])
+
+
 class TravellingChecks(HandlerFixtures):
     """Between host memory and a store: the checksum of the capture travels along."""
 
-    @pytest.mark.parametrize("fault", [None, *(f for f in Fault if f is not Fault.GONE)], ids=str)
-    def test_the_checksum_travels_unchanged(self, make: MakeBench, fault: Fault | None) -> None:
+    @pytest.mark.parametrize("fault", [None, *(f for f in Damage if f is not Damage.GONE)], ids=str)
+    def test_the_checksum_travels_unchanged(self, make: MakeBench, fault: Damage | None) -> None:
         """Nobody computes it anew on the way: a block that was damaged before this hop still shows
         it after it, so the end of the chain finds it."""
         bench = make()
@@ -162,7 +107,7 @@ class StoreSourceChecks(HandlerFixtures):
     def test_what_is_not_stored_is_missing(self, make: MakeBench) -> None:
         """At its place in the answer; the others arrive."""
         bench = make()
-        hop = bench.hop(bench.blocks(6), faults={0: Fault.GONE, 4: Fault.GONE})
+        hop = bench.hop(bench.blocks(6), faults={0: Damage.GONE, 4: Damage.GONE})
         result = bench.run(hop)
         expected = [BlockStatus.MISSING if i in {0, 4} else OK for i in range(6)]
         bench.judge(hop, result, expected, HandlerPromise.MISSING)
@@ -176,51 +121,43 @@ class StoreSourceChecks(HandlerFixtures):
     def test_all_missing(self, make: MakeBench) -> None:
         """Nothing is there: nothing is written."""
         bench = make()
-        hop = bench.hop(bench.blocks(3), faults=dict.fromkeys(range(3), Fault.GONE))
+        hop = bench.hop(bench.blocks(3), faults=dict.fromkeys(range(3), Damage.GONE))
         result = bench.run(hop)
         due = HopResult((BlockStatus.MISSING,) * 3, 0)
         owe(result == due, HandlerPromise.MISSING, f"the answer was {result}")
         bench.judge_bytes(hop, [])
 
-    @pytest.mark.parametrize("error", [TierError("it hangs", tier="tier"), RuntimeError("a bug")])
+    @pytest.mark.parametrize("effect", [Effect.TIER_ERROR, Effect.EIO, Effect.BUG])
     def test_a_store_that_fails_leaves_nothing_behind(
-        self, case: HandlerCase, make: MakeBench, error: Exception
+        self, case: HandlerCase, make: MakeBench, effect: Effect
     ) -> None:
         """Whatever it raises comes out, or is the answer for every block; nothing counts as
         there. The next call works."""
-        bench, store = _failing_bench(case, make)
+        bench, _, faults = _faulty_bench(case, make)
         hop = bench.hop(bench.blocks(3))
-
-        def trouble(method: str) -> None:
-            if method == "read":
-                raise error
-
-        store.trouble = trouble
+        faults.inject(Fault(method=Method.READ, effect=effect))
         outcome = _attempt(bench, hop)
         owe(
-            outcome is error
+            _is_of(outcome, effect)
             or (
                 isinstance(outcome, HopResult) and set(outcome.statuses) == {BlockStatus.TIER_ERROR}
             ),
             HandlerPromise.TIER_ERROR,
-            f"a store that raised {error!r} led to {outcome!r}",
+            f"a store whose read failed with {effect} led to {outcome!r}",
         )
         bench.judge_bytes(hop, [])
-        store.trouble = lambda method: None
+        faults.inject()
         again = bench.hop(bench.blocks(3, first=10))
         bench.judge(again, bench.run(again), [OK] * 3)
 
     def test_the_stores_answers_are_handed_on(self, case: HandlerCase, make: MakeBench) -> None:
         """TIER_ERROR for one block stays that block's. Its recency is lost without harm."""
-        bench, store = _failing_bench(case, make)
+        bench, _, faults = _faulty_bench(case, make)
         hop = bench.hop(bench.blocks(3))
-
-        def trouble(method: str) -> None:
-            if method == "touch":
-                raise TierError("the index is gone", tier="tier")
-
-        store.trouble = trouble
-        store.answer = lambda results: [results[0], ReadResult(BlockStatus.TIER_ERROR), results[2]]
+        faults.inject(
+            Fault(method=Method.TOUCH, effect=Effect.TIER_ERROR),
+            Fault(method=Method.READ, effect=Effect.BLOCK_ERROR, positions=(1,)),
+        )
         expected = [OK, BlockStatus.TIER_ERROR, OK]
         bench.judge(hop, bench.run(hop), expected, HandlerPromise.IN_ORDER)
 
@@ -228,9 +165,9 @@ class StoreSourceChecks(HandlerFixtures):
         self, case: HandlerCase, make: MakeBench
     ) -> None:
         """A row without one cannot be verified."""
-        bench, store = _failing_bench(case, make)
+        bench, _, faults = _faulty_bench(case, make)
         hop = bench.hop(bench.blocks(2))
-        store.answer = lambda results: [ReadResult(OK) for _ in results]
+        faults.inject(Fault(method=Method.READ, effect=Effect.NO_ROW))
         outcome = _attempt(bench, hop)
         owe(
             isinstance(outcome, TierError)
@@ -239,6 +176,49 @@ class StoreSourceChecks(HandlerFixtures):
             f"blocks without a checksum led to {outcome!r}",
         )
         bench.judge_bytes(hop, [])
+
+    @pytest.mark.parametrize(
+        "effect", [Effect.FLIP, Effect.SHORT, Effect.LIE, Effect.FOREIGN], ids=str
+    )
+    def test_wrong_bytes_never_count_as_right(
+        self, case: HandlerCase, make: MakeBench, effect: Effect
+    ) -> None:
+        """F3: the store says OK of two blocks whose bytes are not theirs. In the engine's cache
+        nothing of them arrives, and the answer says so; in a host slot they may lie, as long as
+        what they are bound to shows it to whoever reads them there."""
+        bench, _, faults = _faulty_bench(case, make)
+        hop = bench.hop(bench.blocks(6))
+        wrong = (1, 4)
+        faults.inject(Fault(method=Method.READ, effect=effect, positions=wrong))
+        result = bench.run(hop)
+        met = faults.injected_blocks()[Method.READ, effect]
+        owe(met == len(wrong), HandlerPromise.VERIFIED_FIRST, f"{met} blocks were tampered with")
+        arrived = [i for i, status in enumerate(result.statuses) if status is OK]
+        for i in range(6):
+            if i not in wrong:
+                owe(i in arrived, HandlerPromise.PER_BLOCK, f"block {i}, a sound one, did not come")
+        told = [i for i in wrong if i in arrived]
+        bound = [i for i in told if _verifies(bench, hop, i)]
+        owe(
+            not bound and (not told or isinstance(bench.destination, SlotSide)),
+            HandlerPromise.VERIFIED_FIRST,
+            f"blocks {told} count as whole after a read that brought other bytes ({effect})",
+        )
+        statuses = [result.statuses[i].value for i in wrong]
+        print(f"2 blocks with {effect} of a read of 6 ended as {statuses}")
+        if not told:
+            bench.judge_bytes(hop, arrived)
+
+
+def _verifies(bench: Bench, hop: Hop, i: int) -> bool:
+    """Whether block `i` lies in its host slot so that its reader would take it for whole."""
+    side = bench.destination
+    if not isinstance(side, SlotSide):
+        return True
+    checksum, data = side.checksum(hop.spec.dst, i), side.data(hop.spec.dst, i)
+    if checksum is None or data is None:
+        return False
+    return checksum.verifies(hop.blocks[i].key, bench.geometry.rank, memoryview(data))
 
 
 class StoreDestinationChecks(HandlerFixtures):
@@ -284,28 +264,24 @@ class StoreDestinationChecks(HandlerFixtures):
         again = bench.hop_between(hop.blocks, hop.spec.src, bench.destination.offer(hop.blocks))
         bench.judge(again, bench.run(again), [OK] * 6)
 
-    @pytest.mark.parametrize("method", ["reserve", "write", "publish"])
+    @pytest.mark.parametrize("method", [Method.RESERVE, Method.WRITE, Method.PUBLISH])
     @pytest.mark.parametrize(
-        "error", [NoSpace("full"), TierError("gone", tier="tier"), ZeroDivisionError("a bug")]
+        "effect", [Effect.NO_SPACE, Effect.ENOSPC, Effect.TIER_ERROR, Effect.BUG]
     )
     def test_each_step_that_fails_leaves_no_trace(
-        self, case: HandlerCase, make: MakeBench, method: str, error: Exception
+        self, case: HandlerCase, make: MakeBench, method: Method, effect: Effect
     ) -> None:
         """F2: reserve, write and publish fail in turn: nothing is visible, every place was given
         back, and the same call works afterwards."""
-        bench, store = _failing_bench(case, make)
+        bench, store, faults = _faulty_bench(case, make)
         hop = bench.hop(bench.blocks(4))
-
-        def trouble(called: str) -> None:
-            if called == method:
-                raise error
-
-        store.trouble = trouble
+        faults.inject(Fault(method=method, effect=effect))
         outcome = _attempt(bench, hop)
         owe(
-            outcome is error or (isinstance(outcome, HopResult) and OK not in outcome.statuses),
+            _is_of(outcome, effect)
+            or (isinstance(outcome, HopResult) and OK not in outcome.statuses),
             HandlerPromise.OK_MEANS_THERE,
-            f"a store whose {method} raised {error!r} led to {outcome!r}",
+            f"a store whose {method} failed with {effect} led to {outcome!r}",
         )
         bench.judge_bytes(hop, [])
         owe(
@@ -313,7 +289,7 @@ class StoreDestinationChecks(HandlerFixtures):
             HandlerPromise.GIVEN_UP,
             f"{store.open_places} places were neither published nor abandoned",
         )
-        store.trouble = lambda called: None
+        faults.inject()
         bench.judge(hop, bench.run(hop), [OK] * 4)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -17,123 +15,117 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tiered_kv.contracts import BlockStore, Place
-from tiered_kv.testing.conformance.blocks import (
-    ODD_BYTES,
-    StoreArguments,
-    aligned_copy,
-    content,
-    get,
-    key,
-    keys,
-    new_block,
-)
+from tiered_kv.testing.conformance.blocks import ODD_BYTES, get, key, keys
 from tiered_kv.testing.conformance.contract import StorePromise, owe
+from tiered_kv.testing.conformance.remote import StoreProcesses
 from tiered_kv.testing.conformance.stores.case import StoreCase, StoreFixtures
 from tiered_kv.testing.conformance.stores.following import KeyMirror
+from tiered_kv.testing.conformance.stores.seats import (
+    METHODS,
+    PERCENT,
+    RANKS,
+    WHICH,
+    Flight,
+    SeatedMachine,
+    block_of,
+    data_of,
+    machine_settings,
+    one_of,
+)
 from tiered_kv.values import BlockStatus
 
 __all__ = ["ModelChecks"]
 
-RANKS = 2
-NUMBERS = st.integers(0, 11)
-SOME = st.lists(NUMBERS, max_size=5, unique=True)
-RANK = st.integers(0, RANKS - 1)
+UNIVERSE = range(12)
+SOME = st.lists(st.integers(UNIVERSE.start, UNIVERSE.stop - 1), max_size=5, unique=True)
+SEAT = st.integers(0, 5)
 
 
-class _Flight:
-    """Places between `reserve` and `publish`."""
+class StoreMachine(SeatedMachine):
+    """`parts` is what each rank has published. All of it fits the capacity, so nothing is
+    evicted."""
 
-    def __init__(self, rank: int, numbers: Sequence[int], places: Sequence[Place]) -> None:
-        self.rank = rank
-        self.numbers = numbers
-        self.places = places
-        self.written = False
+    length = ODD_BYTES
 
-
-class StoreMachine(RuleBasedStateMachine):
-    """Two ranks and a follower over one directory; `parts` is what each rank has published. All
-    of it fits the capacity, so nothing is evicted."""
-
-    def __init__(self, case: StoreCase, folder: Path) -> None:
-        super().__init__()
-        self.case = case
-        self.arguments = StoreArguments(folder / "tier", case.capacity, world_size=RANKS)
+    def __init__(
+        self,
+        case: StoreCase,
+        folder: Path,
+        processes: StoreProcesses | None,
+        happened: Counter[str],
+    ) -> None:
+        super().__init__(case, folder, case.capacity, processes, happened)
         self.parts: list[set[int]] = [set() for _ in range(RANKS)]
-        self.flights: list[_Flight] = []
-        self.ranks = [self._open(rank) for rank in range(RANKS)]
-        self.follower = self._open(0, writable=False)
         self.mirror = KeyMirror(self.follower)
-
-    def _open(self, rank: int, *, writable: bool = True) -> BlockStore:
-        return self.case.open(self.arguments.with_(rank=rank, writable=writable))
 
     @property
     def whole(self) -> set[int]:
         """Numbers of the blocks that are visible."""
         return set.intersection(*self.parts)
 
-    @initialize(rank=RANK, numbers=SOME)
-    def begin_with_something(self, rank: int, numbers: list[int]) -> None:
-        """Not every history begins empty."""
-        self.store(rank, numbers)
+    @initialize(seat=SEAT, numbers=SOME, method=st.sampled_from(METHODS), percent=PERCENT)
+    def begin_with_something(
+        self, seat: int, numbers: list[int], method: str, percent: int
+    ) -> None:
+        """No history begins empty, and none of stores that can be killed without a kill."""
+        for rank in range(RANKS):
+            self.store(rank, [0, 1])
+        self.store(seat, numbers)
+        if self.processes is not None:
+            self.crash(seat + 1, method, numbers, percent)
 
-    @rule(rank=RANK, numbers=SOME)
-    def reserve(self, rank: int, numbers: list[int]) -> None:
+    @rule(seat=SEAT, numbers=SOME)
+    def reserve(self, seat: int, numbers: list[int]) -> None:
         """Take places; None exactly for what this rank has published."""
-        answers = self.ranks[rank].reserve([new_block(n, rank, ODD_BYTES) for n in numbers])
-        known = [n for n, place in zip(numbers, answers, strict=True) if place is None]
-        expected = [n for n in numbers if n in self.parts[rank]]
+        seat = self.seat(seat)
+        self.happened["reserve"] += 1
+        known = self.take(seat, numbers)
+        expected = [n for n in numbers if n in self.parts[self.rank_of[seat]]]
         owe(known == expected, StorePromise.ALREADY, f"None came for {known}, not {expected}")
-        places = [place for place in answers if place is not None]
-        if places:
-            new = [n for n in numbers if n not in known]
-            self.flights.append(_Flight(rank, new, places))
 
-    @precondition(lambda self: any(not flight.written for flight in self.flights))
-    @rule(data=st.data())
-    def write(self, data: st.DataObject) -> None:
-        """Write all places of a flight."""
-        waiting = [flight for flight in self.flights if not flight.written]
-        flight = data.draw(st.sampled_from(waiting))
-        memory = [aligned_copy(content(n, flight.rank, ODD_BYTES)) for n in flight.numbers]
-        self.ranks[flight.rank].write(flight.places, memory)
-        flight.written = True
+    @rule(which=WHICH)
+    def write(self, which: int) -> None:
+        """Write all places of a flight, if there is one."""
+        for flight in one_of([f for f in self.flights if not f.written], which):
+            self.happened["write"] += 1
+            self.fill(flight)
 
-    @precondition(lambda self: any(flight.written for flight in self.flights))
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    @rule(which=WHICH)
+    def publish(self, which: int) -> None:
         """Publish a written flight, also when another has published its keys meanwhile."""
-        flight = data.draw(st.sampled_from([f for f in self.flights if f.written]))
-        self.flights.remove(flight)
-        self.ranks[flight.rank].publish(flight.places)
-        self.parts[flight.rank].update(flight.numbers)
+        for flight in one_of([f for f in self.flights if f.written], which):
+            self._publish(flight)
 
-    @precondition(lambda self: self.flights)
-    @rule(data=st.data())
-    def abandon(self, data: st.DataObject) -> None:
+    def _publish(self, flight: Flight) -> None:
+        self.happened["publish"] += 1
+        self.land(flight)
+        self.parts[self.rank_of[flight.seat]].update(flight.numbers)
+
+    @rule(which=WHICH)
+    def abandon(self, which: int) -> None:
         """Give a flight up, written or not."""
-        flight = data.draw(st.sampled_from(self.flights))
-        self.flights.remove(flight)
-        self.ranks[flight.rank].abandon(flight.places)
+        for flight in one_of(self.flights, which):
+            self.happened["abandon"] += 1
+            self.flights.remove(flight)
+            self.seats[flight.seat].abandon(flight.places)
 
-    @rule(rank=RANK, numbers=SOME)
-    def store(self, rank: int, numbers: list[int]) -> None:
+    @rule(seat=SEAT, numbers=SOME)
+    def store(self, seat: int, numbers: list[int]) -> None:
         """All steps at once."""
         before = len(self.flights)
-        self.reserve(rank, numbers)
+        self.reserve(seat, numbers)
         for flight in self.flights[before:]:
-            self.flights.remove(flight)
-            memory = [aligned_copy(content(n, rank, ODD_BYTES)) for n in flight.numbers]
-            self.ranks[rank].write(flight.places, memory)
-            self.ranks[rank].publish(flight.places)
-            self.parts[rank].update(flight.numbers)
+            self.fill(flight)
+            self.land(flight)
+            self.parts[self.rank_of[flight.seat]].update(flight.numbers)
+        self.happened["put"] += 1
 
-    @rule(rank=RANK, numbers=SOME)
-    def delete(self, rank: int, numbers: list[int]) -> None:
+    @rule(seat=SEAT, numbers=SOME)
+    def delete(self, seat: int, numbers: list[int]) -> None:
         """Drop blocks, whole ones and parts."""
+        self.happened["delete"] += 1
         whole, some = self.whole & set(numbers), set.union(*self.parts) & set(numbers)
-        count = self.ranks[rank].delete(keys(numbers))
+        count = self.seats[self.seat(seat)].delete(keys(numbers))
         owe(
             len(whole) <= count <= len(some),
             StorePromise.DELETE,
@@ -142,11 +134,14 @@ class StoreMachine(RuleBasedStateMachine):
         for part in self.parts:
             part.difference_update(numbers)
 
-    @rule(rank=RANK, numbers=SOME, same=st.booleans())
-    def discard(self, rank: int, numbers: list[int], same: bool) -> None:
+    @rule(seat=SEAT, numbers=SOME, same=st.booleans())
+    def discard(self, seat: int, numbers: list[int], same: bool) -> None:
         """Drop blocks by this rank's checksum, or fail to by another."""
+        self.happened["discard"] += 1
+        rank = self.rank_of[self.seat(seat)]
         length = ODD_BYTES if same else ODD_BYTES - 1
-        count = self.ranks[rank].discard([new_block(n, rank, length) for n in numbers])
+        blocks = [block_of(n, rank, length) for n in numbers]
+        count = self.seats[self.seat(seat)].discard(blocks)
         gone = self.parts[rank] & set(numbers) if same else set()
         owe(
             len(self.whole & gone) <= count <= len(gone),
@@ -156,36 +151,77 @@ class StoreMachine(RuleBasedStateMachine):
         for part in self.parts:
             part.difference_update(gone)
 
-    @rule(rank=RANK, numbers=SOME)
-    def touch(self, rank: int, numbers: list[int]) -> None:
+    @rule(seat=SEAT, numbers=SOME)
+    def touch(self, seat: int, numbers: list[int]) -> None:
         """Changes nothing that can be seen."""
-        self.ranks[rank].touch(keys(numbers))
+        self.happened["touch"] += 1
+        self.seats[self.seat(seat)].touch(keys(numbers))
 
-    @precondition(lambda self: self.case.reopens)
+    @precondition(lambda self: self.may_reopen)
     @rule()
     def reopen(self) -> None:
         """Everybody closes, also with places in flight, and opens again."""
-        for store in (*self.ranks, self.follower):
-            store.close()
-        self.flights.clear()
-        self.ranks = [self._open(rank) for rank in range(RANKS)]
-        self.follower = self._open(0, writable=False)
+        self.happened["reopen"] += 1
+        self.close_all()
+        self.open_all()
         self.mirror = KeyMirror(self.follower)
+
+    @precondition(lambda self: self.processes is not None)
+    @rule(seat=SEAT, method=st.sampled_from(METHODS), numbers=SOME, percent=PERCENT)
+    def crash(self, seat: int, method: str, numbers: list[int], percent: int) -> None:
+        """A process dies in a call and another one takes its place. What the call was about to
+        publish or to drop is there or gone, block by block; all else is as it was."""
+        seat = self.seat(seat)
+        rank = self.rank_of[seat]
+        self.die(seat, method, numbers, percent)
+        in_doubt = set(numbers) if method in {"delete", "discard"} else set()
+        held = sorted(self.whole - in_doubt)
+        seen = self.seats[seat].contains(keys(held))
+        owe(
+            all(seen),
+            StorePromise.OUTLIVES,
+            f"of the published blocks {held} are left {seen} after a process died in {method}",
+        )
+        if method == "publish":
+            new = self.published(rank, numbers) - self.parts[rank]
+            self.happened["published in doubt, and there"] += len(new)
+            self.parts[rank] |= new
+        elif method in {"delete", "discard"}:
+            self._settle_removal(numbers, had_by=range(RANKS) if method == "delete" else [rank])
+
+    def _settle_removal(self, numbers: list[int], had_by: range | list[int]) -> None:
+        """Each of these blocks has all the parts that it had, or none of them; or some, where the
+        case says that they do not go at once."""
+        now = [self.published(rank, numbers) for rank in range(RANKS)]
+        for number in numbers:
+            had = [number in part for part in self.parts]
+            has = [number in part for part in now]
+            may_go = any(had[rank] for rank in had_by)
+            owe(
+                has == had or (may_go and not (any(has) and self.case.drops_at_once)),
+                StorePromise.DELETE,
+                f"block {number} had the parts {had} by rank, and {has} after a process died that "
+                "was about to drop it",
+            )
+            for part, left in zip(self.parts, has, strict=True):
+                if not left:
+                    part.discard(number)
 
     @invariant()
     def everybody_sees_the_truth(self) -> None:
         """The model, the mirror, `scan`, `contains`, `stat` and `read` agree."""
+        self.steps += 1
         expected = {key(n) for n in self.whole}
         owe(
             self.mirror.follow() == expected,
             StorePromise.CHANGES,
             f"the follower knows {len(self.mirror.keys)} keys of {len(expected)}",
         )
-        for rank, store in enumerate(self.ranks):
+        for rank, store in zip(self.rank_of, self.seats, strict=True):
             owe(set(store.scan()) == expected, StorePromise.SCAN, "scan finds other keys")
-            seen = store.contains(keys(range(12)))
+            seen = store.contains(keys(UNIVERSE))
             owe(
-                seen == [n in self.whole for n in range(12)],
+                seen == [n in self.whole for n in UNIVERSE],
                 StorePromise.ALL_RANKS,
                 f"contains answered {seen} where {sorted(self.whole)} are whole",
             )
@@ -194,9 +230,10 @@ class StoreMachine(RuleBasedStateMachine):
                 StorePromise.STAT_BLOCKS,
                 f"stat tells {store.stat().blocks} blocks of {len(expected)}",
             )
-            for number, read in enumerate(get(store, range(12), rank, ODD_BYTES)):
+            for number, read in enumerate(get(store, UNIVERSE, rank, ODD_BYTES)):
+                self.happened["blocks compared"] += read.sound
                 if number in self.whole:
-                    right = read.sound and read.data == content(number, rank, ODD_BYTES)
+                    right = read.sound and read.data == data_of(number, rank, ODD_BYTES)
                     owe(right, StorePromise.READ, f"block {number} was read as {read.result}")
                 elif number not in self.parts[rank]:
                     owe(
@@ -205,29 +242,37 @@ class StoreMachine(RuleBasedStateMachine):
                         f"block {number}, which is not there, was read as {read.result}",
                     )
 
-    def teardown(self) -> None:
-        """Close everything."""
-        for store in (*self.ranks, self.follower):
-            store.close()
-
 
 class ModelChecks(StoreFixtures):
     """Histories that nobody thought of."""
 
     def test_random_histories_agree_with_a_model(self, case: StoreCase, tmp_path: Path) -> None:
         """A hypothesis state machine of two ranks and a follower; see `StoreMachine`."""
+        run_histories(case, tmp_path, None, case.examples)
 
-        class Machine(StoreMachine):
-            def __init__(self) -> None:
-                super().__init__(case, Path(tempfile.mkdtemp(dir=tmp_path)))
+    def test_random_histories_among_processes_that_die(
+        self, case: StoreCase, tmp_path: Path
+    ) -> None:
+        """Each rank in a process of its own, and rank 0 of a second engine; they are killed with
+        SIGKILL at any line of their calls, and come back."""
+        case.needs("shared_between_processes", "survives_kill")
+        with StoreProcesses(case.open) as processes:
+            happened = run_histories(case, tmp_path, processes, max(2, case.examples // 3))
+        kills = sum(count for name, count in happened.items() if name.startswith("killed"))
+        owe(kills > 0, StorePromise.OUTLIVES, "no process was killed")
 
-        run_state_machine_as_test(
-            Machine,
-            settings=settings(
-                max_examples=case.examples,
-                stateful_step_count=30,
-                deadline=None,
-                database=None,
-                suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-            ),
-        )
+
+def run_histories(
+    case: StoreCase, folder: Path, processes: StoreProcesses | None, examples: int
+) -> Counter[str]:
+    """Run so many histories; what happened in all of them."""
+    happened: Counter[str] = Counter()
+
+    class Machine(StoreMachine):
+        def __init__(self) -> None:
+            super().__init__(case, Path(tempfile.mkdtemp(dir=folder)), processes, happened)
+
+    run_state_machine_as_test(Machine, settings=machine_settings(examples, 30))
+    print(", ".join(f"{name}: {count}" for name, count in sorted(happened.items())))
+    owe(happened["blocks compared"], StorePromise.READ, "no block was ever read")
+    return happened

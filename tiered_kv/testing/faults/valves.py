@@ -1,4 +1,4 @@
-"""Faults on purpose: points at which a test holds up what passes."""
+"""Points at which a test holds up what passes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,66 @@
+"""Run in a mount namespace of its own: an lmdb tier on a tiny disk that others fill up.
+
+`python -m tests.faults.lmdb_full_disk MOUNTPOINT IMAGE WRITEMAP`
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.faults.full_disk import fill, mount, try_put
+from tests.stores.lmdb_parts import open_lmdb
+from tests.stores.nvme_parts import MIB
+from tiered_kv.testing.conformance.blocks import (
+    BLOCK_BYTES,
+    StoreArguments,
+    assert_held,
+    put,
+)
+
+CAPACITY = 20 * MIB
+BATCH = 8
+
+
+def main(point: Path, image: str, writemap: str) -> None:
+    mount(point, image)
+    arguments = StoreArguments(point / "tier", CAPACITY, extra=(("writemap", writemap),))
+    store = open_lmdb(arguments)
+    in_effect = store.stat().modes["writemap"]
+    assert in_effect == {"auto": "on", "off": "off"}[writemap]
+    rounds = 3 * CAPACITY // BLOCK_BYTES // BATCH
+    first = rounds // 6
+    before = sum(try_put(store, range(BATCH * turn, BATCH * (turn + 1))) for turn in range(first))
+    if writemap == "auto":
+        other = open_lmdb(StoreArguments(point / "other", CAPACITY, extra=arguments.extra))
+        print("beside it:", other.stat().modes["writemap"])
+        assert other.stat().modes["writemap"].startswith("off (")
+        other.close()
+    filler = point / "filler"
+    fill(filler)
+    if writemap == "auto":  # the index, which is not written through its map, may grow a little
+        os.truncate(filler, filler.stat().st_size - MIB)
+    # A page of the map without room behind it would end this process here.
+    after = sum(
+        try_put(store, range(BATCH * turn, BATCH * (turn + 1)))
+        for turn in range(first, first + rounds)
+    )
+    print(
+        f"writemap {in_effect}: batches stored before {before} of {first} and on the full disk "
+        f"{after} of {rounds}, {store.stat().evicted_blocks} blocks evicted"
+    )
+    assert before == first
+    if writemap == "auto":
+        assert after > rounds // 2
+    else:  # the file is far from its budget, so that it wants to grow
+        assert after < rounds
+    filler.unlink()
+    again = range(10_000, 10_000 + BATCH)
+    assert put(store, again) == list(again)
+    assert_held(store, again)
+    store.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,39 @@
+"""Runs a module in a mount namespace of its own, where it can mount what it likes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 100.0
+
+
+def run_mounted(module: str, *arguments: str, image: bool) -> str:
+    """Run `python -m MODULE ARGUMENTS`, and give what it printed; it must end well. `image`: it
+    makes file systems in files, which takes root. Skips the test where that cannot be done."""
+    root = os.geteuid() == 0
+    if shutil.which("unshare") is None or (image and not root):
+        pytest.skip("needs unshare, and root for a loop mount")
+    if image and shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs mkfs.ext4")
+    unshare = ["unshare", "-m"] if root else ["unshare", "-Urm"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run(
+        [*unshare, sys.executable, "-m", module, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=SECONDS,
+    )
+    print(done.stdout[-3000:])
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,54 @@
+"""Looking after the blocks that a store holds, apart from any load."""
+
+from tiered_kv.upkeep.archive import (
+    ARCHIVE_VERSION,
+    ArchiveContents,
+    ArchivedBlock,
+    ArchiveReader,
+    ArchiveWriter,
+    ReadableStream,
+    WritableStream,
+)
+from tiered_kv.upkeep.moving import (
+    MOVE_BATCH_BYTES,
+    Exported,
+    Imported,
+    export_blocks,
+    import_blocks,
+)
+from tiered_kv.upkeep.naming import (
+    NoSuchNamespace,
+    Resemblance,
+    find,
+    properties,
+    resemblances,
+    telling,
+)
+from tiered_kv.upkeep.scrubbing import Pace, Scrubber
+from tiered_kv.upkeep.verifying import VERIFY_BATCH_BYTES, Verified, verify
+
+__all__ = [
+    "ARCHIVE_VERSION",
+    "MOVE_BATCH_BYTES",
+    "VERIFY_BATCH_BYTES",
+    "ArchiveContents",
+    "ArchiveReader",
+    "ArchiveWriter",
+    "ArchivedBlock",
+    "Exported",
+    "Imported",
+    "NoSuchNamespace",
+    "Pace",
+    "ReadableStream",
+    "Resemblance",
+    "Scrubber",
+    "Verified",
+    "WritableStream",
+    "export_blocks",
+    "find",
+    "import_blocks",
+    "properties",
+    "resemblances",
+    "telling",
+    "verify",
+]

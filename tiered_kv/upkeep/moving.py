@@ -1,0 +1,270 @@
+"""Moving blocks between stores and archives: verified, in bounded memory, beside engines."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from tiered_kv.contracts import BlockStore, NewBlock, Place
+from tiered_kv.errors import ArchiveError, NoSpace
+from tiered_kv.upkeep.archive import ArchivedBlock, ArchiveReader, ArchiveWriter
+from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus
+
+__all__ = ["MOVE_BATCH_BYTES", "Exported", "Imported", "export_blocks", "import_blocks"]
+
+MOVE_BATCH_BYTES = 8 * 2**20
+"""About how much is moved at once, all ranks together."""
+
+Progress = Callable[[int], None]
+"""Called with the number of parts (a block of one rank each) that are done since the last call."""
+
+
+@dataclass(slots=True)
+class Exported:
+    """What became of the blocks that were to be exported."""
+
+    blocks: int = 0
+    """Blocks in the archive, with the parts of all its ranks."""
+    bytes: int = 0
+    """Bytes of these, all ranks together."""
+    corrupt: int = 0
+    """Blocks left out since their bytes are not what was stored."""
+    missing: int = 0
+    """Blocks left out since they were evicted meanwhile."""
+    unreadable: int = 0
+    """Blocks left out since the store could not read them."""
+
+
+@dataclass(slots=True)
+class Imported:
+    """What became of the parts of blocks in an archive."""
+
+    parts: int = 0
+    """Parts that were stored; a block has one per rank."""
+    bytes: int = 0
+    """Bytes of these."""
+    present: int = 0
+    """Parts that were there already."""
+    refused: int = 0
+    """Parts whose bytes are not what was exported."""
+    damage: str = ""
+    """Why reading ended before the end; empty where it did not."""
+    full: str = ""
+    """Why storing ended before the end: no room; empty where it did not."""
+
+
+def export_blocks(
+    stores: Mapping[int, BlockStore],
+    keys: Iterable[BlockKey],
+    writer: ArchiveWriter,
+    *,
+    block_bytes: int,
+    most_bytes: int | None = None,
+    batch_bytes: int = MOVE_BATCH_BYTES,
+    progress: Progress = lambda parts: None,
+) -> Exported:
+    """Write blocks to an archive, each after its bytes were verified, and finish it. A block is
+    written with the parts of all `stores`, or not at all.
+
+    Blocks; takes memory of `batch_bytes`, at least one block of every rank.
+
+    Args:
+        stores: by rank, the stores of one namespace.
+        keys: which blocks; taken batch by batch.
+        writer: fresh.
+        block_bytes: length of the longest part; a longer one counts as missing.
+        most_bytes: end before the archive holds more bytes of blocks than that.
+        batch_bytes: about how much is read at once.
+        progress: see `Progress`.
+
+    Raises:
+        TierError: a store does not work.
+        ArchiveError: the archive cannot be written, or there is no memory for a block.
+    """
+    done = Exported()
+    area = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+    count = max(1, batch_bytes // (area * len(stores)))
+    memory = _Memory(count * area * len(stores))
+    waiting = iter(keys)
+    while batch := list(islice(waiting, count)):
+        memory.clear()
+        areas = {rank: [memory.take(area) for _ in batch] for rank in stores}
+        found = {rank: store.read(batch, areas[rank]) for rank, store in stores.items()}
+        for place, key in enumerate(batch):
+            whole: list[tuple[ArchivedBlock, memoryview]] = []
+            problems: set[str] = set()
+            for rank in stores:
+                result = found[rank][place]
+                checksum = result.checksum
+                if result.status is BlockStatus.MISSING:
+                    problems.add("missing")
+                elif result.status is not BlockStatus.OK or checksum is None:
+                    problems.add("unreadable")
+                else:
+                    data = areas[rank][place][: checksum.length]
+                    if checksum.verifies(key, rank, data):
+                        whole.append((ArchivedBlock(key, rank, checksum), data))
+                    else:
+                        problems.add("corrupt")
+            size = sum(data.nbytes for _, data in whole)
+            if "corrupt" in problems:
+                done.corrupt += 1
+            elif "unreadable" in problems:
+                done.unreadable += 1
+            elif problems:
+                done.missing += 1
+            elif most_bytes is not None and done.bytes + size > most_bytes:
+                writer.finish()
+                return done
+            else:
+                for block, data in whole:
+                    writer.add(block, data)
+                done.blocks += 1
+                done.bytes += size
+        progress(len(batch) * len(stores))
+    writer.finish()
+    return done
+
+
+def import_blocks(
+    reader: ArchiveReader,
+    store_of: Callable[[int], BlockStore],
+    *,
+    batch_bytes: int = MOVE_BATCH_BYTES,
+    progress: Progress = lambda parts: None,
+) -> Imported:
+    """Store the blocks of an archive, each after its bytes were verified; those that are there are
+    skipped. Stops at damage that hides where the next block begins, and where there is no room;
+    what was stored before stays.
+
+    Blocks; takes memory of `batch_bytes`, at least one block.
+
+    Args:
+        reader: fresh.
+        store_of: gives the store of a rank, open for writing in the archive's namespace; asked for
+            the archive's ranks alone, and again for each batch.
+        batch_bytes: about how much is stored at once; a small part of what the tier holds, since
+            ranks' parts of a block come one after the other, and the first must not be gone then.
+        progress: see `Progress`.
+
+    Raises:
+        TierError: a store does not work.
+        ArchiveError: there is no memory for a block of the length that the archive allows.
+    """
+    return _Importing(reader, store_of, max(batch_bytes, _round_up(PAGE_BYTES)), progress).run()
+
+
+class _Importing:
+    """One import: blocks are gathered until the memory is full, then stored rank by rank."""
+
+    def __init__(
+        self,
+        reader: ArchiveReader,
+        store_of: Callable[[int], BlockStore],
+        batch_bytes: int,
+        progress: Progress,
+    ) -> None:
+        self._reader = reader
+        self._store_of = store_of
+        self._progress = progress
+        self._memory = _Memory(max(batch_bytes, _round_up(reader.contents.block_bytes)))
+        self._batch: dict[tuple[int, BlockKey], tuple[NewBlock, memoryview]] = {}
+        self._done = Imported()
+
+    def run(self) -> Imported:
+        done = self._done
+        try:
+            while (block := self._reader.next()) is not None:
+                self._take(block)
+                if done.full:
+                    return done
+        except ArchiveError as error:
+            done.damage = str(error)
+        self._store()
+        return done
+
+    def _take(self, block: ArchivedBlock) -> None:
+        length = block.checksum.length
+        name = (block.rank, block.key)
+        if name in self._batch or self._memory.left < length:
+            self._store()
+            if self._done.full:
+                return
+        data = self._memory.take(length)
+        self._reader.read_into(data)
+        if block.checksum.verifies(block.key, block.rank, data):
+            self._batch[name] = (NewBlock(block.key, block.checksum), data)
+        else:
+            self._done.refused += 1
+            self._progress(1)
+
+    def _store(self) -> None:
+        """Store what was gathered, as far as there is room."""
+        for rank in dict.fromkeys(rank for rank, _ in self._batch):
+            mine = [entry for (of, _), entry in self._batch.items() if of == rank]
+            try:
+                self._put(rank, mine)
+            except NoSpace:
+                # The batch as a whole; part of it may fit.
+                try:
+                    for entry in mine:
+                        self._put(rank, [entry])
+                except NoSpace as error:
+                    self._done.full = str(error)
+                    break
+        self._batch.clear()
+        self._memory.clear()
+
+    def _put(self, rank: int, entries: list[tuple[NewBlock, memoryview]]) -> None:
+        store = self._store_of(rank)
+        places = store.reserve([block for block, _ in entries])
+        new: list[tuple[Place, memoryview]] = [
+            (place, data)
+            for place, (_, data) in zip(places, entries, strict=True)
+            if place is not None
+        ]
+        mine = [place for place, _ in new]
+        try:
+            store.write(mine, [data for _, data in new])
+            store.publish(mine)
+        except BaseException:
+            store.abandon(mine)
+            raise
+        self._done.parts += len(new)
+        self._done.bytes += sum(data.nbytes for _, data in new)
+        self._done.present += len(entries) - len(new)
+        self._progress(len(entries))
+
+
+class _Memory:
+    """Page-aligned memory, given out from its beginning and taken back as a whole."""
+
+    def __init__(self, nbytes: int) -> None:
+        try:
+            # Private, so that it is not counted as shared memory.
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ArchiveError(f"there is no memory for blocks of {nbytes} bytes") from error
+        self._all = memoryview(mapped)
+        self._used = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes that are not given out."""
+        return self._all.nbytes - self._used
+
+    def take(self, nbytes: int) -> memoryview:
+        """The next bytes, at a page's boundary."""
+        taken = self._all[self._used : self._used + nbytes]
+        self._used += _round_up(nbytes)
+        return taken
+
+    def clear(self) -> None:
+        """Take everything back."""
+        self._used = 0
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
