@@ -297,5 +297,4 @@ def memory_case(
         plain_bytes=False,
         shared_between_processes=False,
         survives_kill=False,
-        examples=40,  # so that no random history misses a saboteur
     )

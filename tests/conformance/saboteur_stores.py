@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -172,6 +173,10 @@ class TestForgetsToTellRemovals(Saboteur):
 class TestBringsDeletedBlocksBack(Saboteur):
     check = "test_random_histories_agree_with_a_model"
     promise = StorePromise.READ
+
+    @pytest.fixture
+    def case(self) -> StoreCase:
+        return replace(memory_case(self.store), examples=100)
 
     class store(HonestStore):
         def drop(self, name: Name) -> bool:
