@@ -145,7 +145,7 @@ def memory(tier: Tier) -> tuple[float, float]:
         tables.append(self)
         real(self, seed)
 
-    keyset.KeySet.__init__ = note  # type: ignore[method-assign]
+    keyset.KeySet.__init__ = note  # type: ignore[method-assign]  # to see the tables it makes
     before = anonymous_bytes()
     mirror = tier.mirror()
     assert mirror.wait_ready(LATE_SECONDS)

@@ -1,6 +1,6 @@
 """Run in a mount namespace of its own: an lmdb tier on a tiny disk that others fill up.
 
-`python -m tests.faults.lmdb_full_disk MOUNTPOINT IMAGE WRITEMAP`
+`python -m tests.faults.lmdb_full_disk MOUNTPOINT MEGABYTES WRITEMAP`
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.faults.full_disk import fill, mount, try_put
+from tests.faults.full_disk import fill, image, mount, try_put
 from tests.stores.lmdb_parts import open_lmdb
 from tests.stores.nvme_parts import MIB
 from tiered_kv.testing.conformance.blocks import (
@@ -23,8 +23,8 @@ CAPACITY = 20 * MIB
 BATCH = 8
 
 
-def main(point: Path, image: str, writemap: str) -> None:
-    mount(point, image)
+def main(point: Path, megabytes: str, writemap: str) -> None:
+    mount(point, image(point.parent, int(megabytes)))
     arguments = StoreArguments(point / "tier", CAPACITY, extra=(("writemap", writemap),))
     store = open_lmdb(arguments)
     in_effect = store.stat().modes["writemap"]

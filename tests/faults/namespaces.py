@@ -19,12 +19,13 @@ def run_mounted(module: str, *arguments: str, image: bool) -> str:
     makes file systems in files, which takes root. Skips the test where that cannot be done."""
     root = os.geteuid() == 0
     if shutil.which("unshare") is None or (image and not root):
+        # A full or broken file system can only be had as one of its own.
         pytest.skip("needs unshare, and root for a loop mount")
     if image and shutil.which("mkfs.ext4") is None:
-        pytest.skip("needs mkfs.ext4")
+        pytest.skip("needs mkfs.ext4")  # on Debian not in the path of all users
     unshare = ["unshare", "-m"] if root else ["unshare", "-Urm"]
     if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
+        pytest.skip("no mount namespaces here")  # as in most unprivileged containers
     done = subprocess.run(
         [*unshare, sys.executable, "-m", module, *arguments],
         check=False,
@@ -35,5 +36,6 @@ def run_mounted(module: str, *arguments: str, image: bool) -> str:
         timeout=SECONDS,
     )
     print(done.stdout[-3000:])
-    assert done.returncode == 0, done.stderr
+    # Minus the signal's number where one killed it: -7 is SIGBUS.
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     return done.stdout

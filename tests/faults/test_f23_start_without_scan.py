@@ -129,7 +129,7 @@ def test_f23_a_mirror_that_is_being_filled_gives_hits(kind: Kind, tmp_path: Path
 
     def open_store() -> BlockStore:
         held.append(HeldScan(kind.open(arguments.with_(writable=False))))
-        return held[0]  # type: ignore[return-value]
+        return held[0]  # type: ignore[return-value]  # has what a mirror calls, no more
 
     mirror = Mirror(open_store, tier="many", poll_seconds=0.01)
     wanted = [stored[-1], key(0)]

@@ -79,12 +79,14 @@ def wait_until_asleep(process: BaseProcess) -> None:
 def test_f33_a_killed_waiter_keeps_nobody_waiting(tmp_path: Path) -> None:
     processors = sorted(os.sched_getaffinity(0))
     if os.geteuid() != 0 or len(processors) < 2:
+        # Only a process that the kernel must not run can be killed between wake-up and lock.
         pytest.skip("needs root, for a real-time process, and two processors")
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
 
     def start(target: object, *arguments: object, on: int) -> tuple[BaseProcess, Connection]:
         ours, theirs = context.Pipe()
+        # Functions of several signatures: `object` says so, and `Process` asks for a callable.
         process = context.Process(target=target, args=(*arguments, theirs), daemon=True)  # type: ignore[arg-type]
         process.start()
         assert process.pid is not None

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -18,6 +16,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from tests.faults.namespaces import run_mounted
 from tests.stores.lmdb_parts import open_into_map, open_lmdb
 from tests.stores.nvme_parts import open_nvme
 from tiered_kv.contracts import BlockStore
@@ -25,7 +24,6 @@ from tiered_kv.errors import IdentityError
 from tiered_kv.testing.conformance.blocks import StoreArguments, assert_held, keys, put
 from tiered_kv.testing.conformance.children import start
 
-ROOT = Path(__file__).parents[2]
 BLOCKS = 30
 Opener = Callable[[StoreArguments], BlockStore]
 
@@ -128,36 +126,11 @@ def test_f35_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, opener: Op
     print(f"{refused} foreign files refused")
 
 
-def in_a_mount_namespace(tmp_path: Path, module: str, *arguments: str) -> str:
-    """What the module prints; it has a mount namespace of its own."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("mkfs.ext4") is None:
-        pytest.skip("needs root, unshare and mkfs.ext4")
-    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
-    done = subprocess.run(
-        ["unshare", "-m", sys.executable, "-m", module, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=90,
-    )
-    print(done.stdout[-3000:])
-    # Minus the signal's number where one killed it: -7 is SIGBUS.
-    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
-    return done.stdout
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("writemap", ["auto", "off"])
 def test_f35_a_disk_that_others_fill_up(tmp_path: Path, writemap: str) -> None:
-    point, image = tmp_path / "disk", tmp_path / "image"
+    point = tmp_path / "disk"
     point.mkdir()
-    with image.open("wb") as file:
-        file.truncate(36 * 2**20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
-    told = in_a_mount_namespace(
-        tmp_path, "tests.faults.lmdb_full_disk", str(point), str(image), writemap
-    )
+    module, megabytes = "tests.faults.lmdb_full_disk", "36"
+    told = run_mounted(module, str(point), megabytes, writemap, image=True)
     assert "batches stored" in told

@@ -71,7 +71,7 @@ def test_f57_lookups_are_answered_while_the_index_hangs(kind: Kind, tmp_path: Pa
 
     def open_store() -> BlockStore:
         stores.append(Hanging(kind.open(arguments.with_(writable=False))))
-        return stores[0]  # type: ignore[return-value]
+        return stores[0]  # type: ignore[return-value]  # has what a mirror calls, no more
 
     mirror = Mirror(open_store, tier="ssd", poll_seconds=0.01)
     assert mirror.wait_ready(LATE_SECONDS)
