@@ -6,6 +6,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.command_line import cli
+
+__all__ = ["cli"]
+
 _HERE = Path(__file__).parent
 _ENGINE_SECONDS = 900
 

@@ -10,13 +10,12 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.command_line import Cli, Ran
 from tests.stores.upkeep_tiers import (
     OPENERS,
     RANKS,
@@ -25,7 +24,6 @@ from tests.stores.upkeep_tiers import (
     start,
     write_until_told,
 )
-from tiered_kv.cli import main
 from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -37,39 +35,6 @@ from tiered_kv.testing.conformance.blocks import (
 
 KINDS = ("nvme", "lmdb")
 ONE, TWO = NAMESPACE.id.hex(), OTHER_NAMESPACE.id.hex()
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Cli = Callable[..., Ran]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Runs the command line in this process."""
-
-    def run(*arguments: str | Path) -> Ran:
-        printed = capsys.readouterr().out
-        monkeypatch.setattr(sys, "argv", ["tiered-kv", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        print(printed, end="")
-        return Ran(code, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture(params=KINDS)

@@ -6,14 +6,13 @@ import shlex
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tiered_kv.cli import main
+from tests.command_line import Cli, Ran
 from tiered_kv.config import GIB, MIB
 from tiered_kv.contracts import Backend, HandlerContext, TransferHandler
 from tiered_kv.plugins import build_registry
@@ -27,37 +26,6 @@ tiers:
   - {{name: ssd, type: nvme, path: {0}/ssd, capacity: 256MiB, min_free: 0%}}
   - {{name: pins, type: lmdb, path: {0}/pins, capacity: 64MiB, min_free: 0%}}
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Cli = Callable[..., Ran]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Runs the command line in this process."""
-
-    def run(*arguments: str | Path) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["tiered-kv", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import stat
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import Cli
 from tests.unit.archives import archive
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.cli import main
 from tiered_kv.contracts import NewBlock, StoreContext
 from tiered_kv.errors import TierError
 from tiered_kv.plugins import GROUP
@@ -47,20 +46,6 @@ tiers:
   - {name: near, type: memory, capacity: 10MiB}
   - {name: far, type: memory, capacity: 20MiB}
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Cli = Callable[..., Ran]
 
 
 class Rig:
@@ -110,23 +95,6 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     found = [*entry_points(group=GROUP), entry]
     monkeypatch.setattr("tiered_kv.plugins._installed", lambda: found)
     return made
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Runs the command line in this process."""
-
-    def run(*arguments: str | Path) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["tiered-kv", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return run
 
 
 COMMANDS: dict[str, tuple[str, ...]] = {

@@ -52,14 +52,6 @@ class _Outcome:
     given_back: int
     """Bytes that the file system has more, as far as nobody wrote meanwhile."""
 
-    @property
-    def left(self) -> dict[str, int]:
-        repaired = self.leftovers.repaired
-        wrong = {
-            kind: count - repaired.get(kind, 0) for kind, count in self.leftovers.found.items()
-        }
-        return {kind: count for kind, count in wrong.items() if count}
-
 
 def gc(
     config: Config,
@@ -108,7 +100,7 @@ def gc(
                 blocks = sum(outcome.dropped.values())
                 back = bytes_text(outcome.given_back)
                 typer.echo(f"tier {name}: {blocks} blocks dropped, {back} given back")
-            for kind, count in outcome.left.items():
+            for kind, count in outcome.leftovers.left.items():
                 plans.failed.setdefault(name, ConfigError(f"{count} {kind}"))
                 warn(f"tier {name}: {count} {kind} could not be removed")
     if plans.failed:

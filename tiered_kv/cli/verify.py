@@ -70,8 +70,7 @@ class _Verdict:
     @property
     def left(self) -> dict[str, int]:
         """How much of each kind is wrong still."""
-        found, repaired = self.structure.found, self.structure.repaired
-        wrong = {kind: count - repaired.get(kind, 0) for kind, count in found.items()}
+        wrong = self.structure.left
         wrong["corrupt blocks"] = 0 if self.repaired else sum(read.corrupt for read in self.reads)
         lost = not (self.in_use or self.repaired)
         wrong["missing blocks"] = sum(read.missing for read in self.reads) if lost else 0

@@ -55,6 +55,12 @@ class Reconciliation:
     repaired: dict[str, int] = field(default_factory=dict)
     """How many of them were put right."""
 
+    @property
+    def left(self) -> dict[str, int]:
+        """How many of each kind are wrong still; kinds of which none is are left out."""
+        wrong = {kind: count - self.repaired.get(kind, 0) for kind, count in self.found.items()}
+        return {kind: count for kind, count in wrong.items() if count}
+
 
 class StoreMaintenance(Protocol):
     """Looks after all namespaces of one tier's directory. Thread-safe."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from tiered_kv.testing.conformance.blocks import ODD_BYTES, get, key, keys
@@ -29,8 +27,8 @@ from tiered_kv.testing.conformance.stores.seats import (
     SeatedMachine,
     block_of,
     data_of,
-    machine_settings,
     one_of,
+    run_histories,
 )
 from tiered_kv.values import BlockStatus
 
@@ -46,6 +44,7 @@ class StoreMachine(SeatedMachine):
     evicted."""
 
     length = ODD_BYTES
+    length_of_history = 30
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class StoreMachine(SeatedMachine):
         processes: StoreProcesses | None,
         happened: Counter[str],
     ) -> None:
-        super().__init__(case, folder, case.capacity, processes, happened)
+        super().__init__(case, folder, processes, happened)
         self.parts: list[set[int]] = [set() for _ in range(RANKS)]
         self.mirror = KeyMirror(self.follower)
 
@@ -248,7 +247,7 @@ class ModelChecks(StoreFixtures):
 
     def test_random_histories_agree_with_a_model(self, case: StoreCase, tmp_path: Path) -> None:
         """A hypothesis state machine of two ranks and a follower; see `StoreMachine`."""
-        run_histories(case, tmp_path, None, case.examples)
+        run_histories(StoreMachine, case, tmp_path, None, case.examples)
 
     def test_random_histories_among_processes_that_die(
         self, case: StoreCase, tmp_path: Path
@@ -257,22 +256,4 @@ class ModelChecks(StoreFixtures):
         SIGKILL at any line of their calls, and come back."""
         case.needs("shared_between_processes", "survives_kill")
         with StoreProcesses(case.open) as processes:
-            happened = run_histories(case, tmp_path, processes, max(2, case.examples // 3))
-        kills = sum(count for name, count in happened.items() if name.startswith("killed"))
-        owe(kills > 0, StorePromise.OUTLIVES, "no process was killed")
-
-
-def run_histories(
-    case: StoreCase, folder: Path, processes: StoreProcesses | None, examples: int
-) -> Counter[str]:
-    """Run so many histories; what happened in all of them."""
-    happened: Counter[str] = Counter()
-
-    class Machine(StoreMachine):
-        def __init__(self) -> None:
-            super().__init__(case, Path(tempfile.mkdtemp(dir=folder)), processes, happened)
-
-    run_state_machine_as_test(Machine, settings=machine_settings(examples, 30))
-    print(", ".join(f"{name}: {count}" for name, count in sorted(happened.items())))
-    owe(happened["blocks compared"], StorePromise.READ, "no block was ever read")
-    return happened
+            run_histories(StoreMachine, case, tmp_path, processes, max(2, case.examples // 3))

@@ -3,14 +3,16 @@ processes of their own that die in mid-call."""
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from tiered_kv.contracts import BlockStore, NewBlock, Place
 from tiered_kv.testing.conformance.blocks import (
@@ -32,8 +34,8 @@ __all__ = [
     "SeatedMachine",
     "block_of",
     "data_of",
-    "machine_settings",
     "one_of",
+    "run_histories",
 ]
 
 RANKS = 2
@@ -79,14 +81,18 @@ class SeatedMachine(RuleBasedStateMachine):
     the same draws may lead elsewhere, and hypothesis takes another choice at the same place for a
     fault of the machine. So rules that have nothing to do do nothing."""
 
-    length: int
+    length: ClassVar[int]
     """Bytes of each block; the subclass says."""
+    length_of_history: ClassVar[int]
+    """Steps of each history at the most; the subclass says."""
+
+    capacity: ClassVar[int | None] = None
+    """Budget in bytes with which the stores are opened; that of the case, if not given."""
 
     def __init__(
         self,
         case: StoreCase,
         folder: Path,
-        capacity: int,
         processes: StoreProcesses | None,
         happened: Counter[str],
     ) -> None:
@@ -94,7 +100,10 @@ class SeatedMachine(RuleBasedStateMachine):
         self.case = case
         self.happened = happened
         self.arguments = StoreArguments(
-            folder / "tier", capacity, world_size=RANKS, block_bytes=(self.length,)
+            folder / "tier",
+            self.capacity or case.capacity,
+            world_size=RANKS,
+            block_bytes=(self.length,),
         )
         self.processes = processes
         self.flights: list[Flight] = []
@@ -221,14 +230,39 @@ class SeatedMachine(RuleBasedStateMachine):
                     store.kill()
 
 
-def machine_settings(examples: int, steps: int) -> settings:
-    """How a machine is run: without deadlines, and with the same draws every time, so that a check
-    that passes is not one that fails tomorrow. More examples draw other histories."""
-    return settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+def run_histories(
+    machine: type[SeatedMachine],
+    case: StoreCase,
+    folder: Path,
+    processes: StoreProcesses | None,
+    examples: int,
+) -> Counter[str]:
+    """Run so many histories of a machine; what happened in all of them. Where there are processes,
+    some must have been killed.
+
+    Without deadlines, and with the same draws every time, so that a check that passes is not one
+    that fails tomorrow. More examples draw other histories.
+    """
+    happened: Counter[str] = Counter()
+
+    class Machine(machine):  # type: ignore[misc,valid-type]  # hypothesis calls it without arguments
+        def __init__(self) -> None:
+            super().__init__(case, Path(tempfile.mkdtemp(dir=folder)), processes, happened)
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=machine.length_of_history,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
     )
+    print(", ".join(f"{name}: {count}" for name, count in sorted(happened.items())))
+    owe(happened["blocks compared"], StorePromise.READ, "no block was ever read")
+    if processes is not None:
+        kills = sum(count for name, count in happened.items() if name.startswith("killed"))
+        owe(kills, StorePromise.OUTLIVES, "no process was killed")
+    return happened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from tiered_kv.errors import NoSpace
@@ -27,7 +25,7 @@ from tiered_kv.testing.conformance.stores.seats import (
     SeatedMachine,
     block_of,
     data_of,
-    machine_settings,
+    run_histories,
 )
 from tiered_kv.values import BlockStatus
 
@@ -41,7 +39,6 @@ UNIVERSE = range(64)
 BATCH = 8
 SOME = st.lists(st.integers(UNIVERSE.start, UNIVERSE.stop - 1), max_size=BATCH, unique=True)
 SEAT = st.integers(0, 5)
-STEPS = 20
 
 
 class TightMachine(SeatedMachine):
@@ -49,6 +46,8 @@ class TightMachine(SeatedMachine):
     one can know. `whole` are the blocks that were visible last."""
 
     length = LENGTH
+    length_of_history = 20
+    capacity = CAPACITY
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class TightMachine(SeatedMachine):
         processes: StoreProcesses | None,
         happened: Counter[str],
     ) -> None:
-        super().__init__(case, folder, CAPACITY, processes, happened)
+        super().__init__(case, folder, processes, happened)
         self.parts: list[set[int]] = [set() for _ in range(RANKS)]
         self.whole: set[int] = set()
         self.may_be_torn = False
@@ -269,7 +268,7 @@ class TightChecks(StoreFixtures):
     ) -> None:
         """A hypothesis state machine; see `TightMachine`."""
         case.needs("bounded")
-        run_tight_histories(case, tmp_path, None, max(2, case.examples // 2))
+        self._run(case, tmp_path, None, max(2, case.examples // 2))
 
     def test_random_histories_of_processes_that_die_while_they_evict(
         self, case: StoreCase, tmp_path: Path
@@ -277,23 +276,10 @@ class TightChecks(StoreFixtures):
         """The same, of processes that are killed at any line of their calls."""
         case.needs("bounded", "shared_between_processes", "survives_kill")
         with StoreProcesses(case.open) as processes:
-            happened = run_tight_histories(case, tmp_path, processes, max(2, case.examples // 3))
-        kills = sum(count for name, count in happened.items() if name.startswith("killed"))
-        owe(kills > 0, StorePromise.OUTLIVES, "no process was killed")
+            self._run(case, tmp_path, processes, max(2, case.examples // 3))
 
-
-def run_tight_histories(
-    case: StoreCase, folder: Path, processes: StoreProcesses | None, examples: int
-) -> Counter[str]:
-    """Run so many histories; what happened in all of them."""
-    happened: Counter[str] = Counter()
-
-    class Machine(TightMachine):
-        def __init__(self) -> None:
-            super().__init__(case, Path(tempfile.mkdtemp(dir=folder)), processes, happened)
-
-    run_state_machine_as_test(Machine, settings=machine_settings(examples, STEPS))
-    print(", ".join(f"{name}: {count}" for name, count in sorted(happened.items())))
-    owe(happened["evictions seen"], StorePromise.EVICTS_WHOLE, "nothing was ever evicted")
-    owe(happened["blocks compared"], StorePromise.READ, "no block was ever read")
-    return happened
+    def _run(
+        self, case: StoreCase, folder: Path, processes: StoreProcesses | None, examples: int
+    ) -> None:
+        happened = run_histories(TightMachine, case, folder, processes, examples)
+        owe(happened["evictions seen"], StorePromise.EVICTS_WHOLE, "nothing was ever evicted")
