@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tests.stores.lmdb_parts import look_after_lmdb, open_into_map, open_lmdb
+from tests.stores.lmdb_parts import look_after_lmdb, look_after_map, open_into_map, open_lmdb
 from tests.stores.nvme_parts import (
     look_after_nvme,
     look_after_striped,
@@ -22,4 +22,4 @@ STRIPED = StoreCase(
     open_striped, kills=KILLS, examples=EXAMPLES, open_maintenance=look_after_striped
 )
 LMDB = StoreCase(open_lmdb, kills=KILLS, examples=EXAMPLES, open_maintenance=look_after_lmdb)
-LMDB_MAP = StoreCase(open_into_map, kills=KILLS, examples=EXAMPLES)
+LMDB_MAP = StoreCase(open_into_map, kills=KILLS, examples=EXAMPLES, open_maintenance=look_after_map)

@@ -40,3 +40,7 @@ def look_after_lmdb(arguments: StoreArguments) -> StoreMaintenance:
 def open_into_map(arguments: StoreArguments) -> BlockStore:
     """The store that writes into its map, where the file system allows it."""
     return open_lmdb(arguments.with_(extra=(("writemap", "auto"), *arguments.extra)))
+
+
+def look_after_map(arguments: StoreArguments) -> StoreMaintenance:
+    return look_after_lmdb(arguments.with_(extra=(("writemap", "auto"), *arguments.extra)))
