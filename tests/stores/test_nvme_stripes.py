@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -55,11 +55,19 @@ def arguments(tmp_path: Path) -> StoreArguments:
     return StoreArguments(tmp_path / "tier", LARGE)
 
 
+Keep = Callable[[BlockStore], BlockStore]
+
+
 @pytest.fixture
-def opened() -> Iterator[list[BlockStore]]:
-    """Stores that are closed after the test."""
+def keep() -> Iterator[Keep]:
+    """Has a store closed after the test."""
     stores: list[BlockStore] = []
-    yield stores
+
+    def kept(store: BlockStore) -> BlockStore:
+        stores.append(store)
+        return store
+
+    yield kept
     for store in stores:
         store.close()
 
@@ -81,10 +89,11 @@ def directory_of(store: BlockStore, numbers: Sequence[int]) -> dict[int, int]:
         return {numbers[one.position]: place_of(one.spot.extent.number) for one in batch.found}
 
 
-def fill(store: BlockStore, batches: int, size: int = 16) -> range:
-    for batch in range(batches):
-        put(store, range(batch * size, (batch + 1) * size))
-    return range(batches * size)
+def fill(store: BlockStore, batches: int, size: int = 16, first: int = 0) -> range:
+    numbers = range(first, first + batches * size)
+    for number in numbers[::size]:
+        put(store, range(number, number + size))
+    return numbers
 
 
 def paths_mode(store: BlockStore) -> str:
@@ -127,10 +136,9 @@ def test_a_striped_tier_counts_on_the_volumes_it_uses(tmp_path: Path) -> None:
 
 
 def test_a_large_batch_is_spread_and_small_ones_take_turns(
-    arguments: StoreArguments, opened: list[BlockStore]
+    arguments: StoreArguments, keep: Keep
 ) -> None:
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     blocks = [random_block(n, MIB) for n in range(12)]
     places = reserved(store, [block for block, _ in blocks])
     store.write(places, [view for _, view in blocks])
@@ -172,10 +180,9 @@ def test_shares(
     assert found.keys() == {segment_number(*name) for name in expected}
 
 
-def test_all_of_the_capacity_is_used_and_not_more(tmp_path: Path, opened: list[BlockStore]) -> None:
+def test_all_of_the_capacity_is_used_and_not_more(tmp_path: Path, keep: Keep) -> None:
     arguments = StoreArguments(tmp_path / "tier", 24 * MIB)
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     for first in range(0, 1024, 16):
         put(store, range(first, first + 16))
         assert disk_bytes(arguments.path) <= arguments.capacity
@@ -186,9 +193,7 @@ def test_all_of_the_capacity_is_used_and_not_more(tmp_path: Path, opened: list[B
     assert_held(store, range(1008, 1024))
 
 
-def test_the_index_may_lie_elsewhere(
-    arguments: StoreArguments, tmp_path: Path, opened: list[BlockStore]
-) -> None:
+def test_the_index_may_lie_elsewhere(arguments: StoreArguments, tmp_path: Path, keep: Keep) -> None:
     a, b, index = (tmp_path / name for name in ("a", "b", "fast"))
     where = over(arguments, a, b, index=index)
     store = open_nvme(where)
@@ -196,8 +201,7 @@ def test_the_index_may_lie_elsewhere(
     store.close()
     assert sorted(path.name for path in index.iterdir()) == ["index", "tiered-kv-directory.json"]
     assert not (a / "index").exists()
-    store = open_nvme(where)
-    opened.append(store)
+    store = keep(open_nvme(where))
     assert_held(store, held)
     with pytest.raises(IdentityError, match="its index is not in"):
         open_nvme(over(arguments, a, b, index=tmp_path / "other"))
@@ -266,7 +270,7 @@ def test_directories_are_added_and_taken_away_at_the_end(
 
 
 def test_a_disk_that_was_replaced_gets_another_directory(
-    arguments: StoreArguments, tmp_path: Path, opened: list[BlockStore]
+    arguments: StoreArguments, tmp_path: Path, keep: Keep
 ) -> None:
     a, b, new = (tmp_path / name for name in ("a", "b", "new"))
     store = open_nvme(over(arguments, a, b))
@@ -274,8 +278,7 @@ def test_a_disk_that_was_replaced_gets_another_directory(
     where = directory_of(store, held)
     store.close()
     shutil.rmtree(b)
-    store = open_nvme(over(arguments, a, new))
-    opened.append(store)
+    store = keep(open_nvme(over(arguments, a, new)))
     kept = [n for n, place in where.items() if place == 0]
     assert store.contains(keys(held)) == [n in kept for n in held]
     assert 0 < len(kept) < len(held)
@@ -288,10 +291,9 @@ def test_a_disk_that_was_replaced_gets_another_directory(
 
 
 def test_a_directory_that_goes_away_costs_its_blocks_until_it_is_back(
-    arguments: StoreArguments, opened: list[BlockStore], no_backoff: None
+    arguments: StoreArguments, keep: Keep, no_backoff: None
 ) -> None:
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     held = fill(store, 12)
     where = directory_of(store, held)
     second = stripes_of(arguments.path)[1]
@@ -299,8 +301,7 @@ def test_a_directory_that_goes_away_costs_its_blocks_until_it_is_back(
     others = [n for n in held if n not in away]
     cursor = store.changes(None).cursor
     store.close()
-    store = open_striped(arguments)  # no descriptor is open
-    opened.append(store)
+    store = keep(open_striped(arguments))  # no descriptor is open
     assert not store.changes(cursor).restart, "opening is no news"
     second.rename(second.with_name("elsewhere"))
 
@@ -311,9 +312,7 @@ def test_a_directory_that_goes_away_costs_its_blocks_until_it_is_back(
     assert store.stat().blocks == len(held), "rows were dropped"
     print(paths_mode(store))
     assert paths_mode(store).startswith(f"2 of 3 in use; {second} failed: ")
-    new = range(1000, 1064)
-    for first in range(1000, 1064, 16):
-        put(store, range(first, first + 16))
+    new = fill(store, 4, first=1000)
     assert_held(store, new)
     assert set(directory_of(store, new).values()) == {0, 2}
     again = away[:8]
@@ -325,16 +324,13 @@ def test_a_directory_that_goes_away_costs_its_blocks_until_it_is_back(
     assert_held(store, [*held, *new])
     assert paths_mode(store) == "3 in use"
     assert store.changes(cursor).restart, "those who took the blocks for lost must look again"
-    for first in range(2000, 2096, 16):
-        put(store, range(first, first + 16))
-    assert 1 in directory_of(store, range(2000, 2096)).values()
+    assert 1 in directory_of(store, fill(store, 6, first=2000)).values()
 
 
 def test_a_directory_that_was_removed_is_missed_and_one_in_its_place_is_taken(
-    arguments: StoreArguments, opened: list[BlockStore], no_backoff: None
+    arguments: StoreArguments, keep: Keep, no_backoff: None
 ) -> None:
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     held = fill(store, 12)
     where = directory_of(store, held)
     third = stripes_of(arguments.path)[2]
@@ -354,13 +350,11 @@ def test_a_directory_that_was_removed_is_missed_and_one_in_its_place_is_taken(
         store.abandon(places)
         places = reserved(store, [new_block(n) for n in range(1000, 1016)])
     assert_held(store, range(1000, 1016))
-    for first in range(2000, 2064, 16):
-        put(store, range(first, first + 16))
+    fill(store, 4, first=2000)
     # Files that were open are read as long as nobody has noticed.
     assert all(r.sound or r.result.status is BlockStatus.MISSING for r in get(store, held))
     third.mkdir()
-    for first in range(3000, 3064, 16):
-        put(store, range(first, first + 16))
+    fill(store, 4, first=3000)
     print(paths_mode(store), f"{len(away)} blocks lay there")
     assert paths_mode(store) == "3 in use"
     assert store.contains(keys(held)) == [n not in away for n in held]
@@ -370,7 +364,7 @@ def test_a_directory_that_was_removed_is_missed_and_one_in_its_place_is_taken(
 
 
 def test_a_tier_opens_without_one_of_its_directories(
-    arguments: StoreArguments, opened: list[BlockStore], no_backoff: None
+    arguments: StoreArguments, keep: Keep, no_backoff: None
 ) -> None:
     store = open_striped(arguments)
     held = fill(store, 12)
@@ -384,8 +378,7 @@ def test_a_tier_opens_without_one_of_its_directories(
         open_striped(arguments)
     third.unlink()
     third.symlink_to(third)  # ELOOP: it cannot even be looked at
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     here = [n for n, place in where.items() if place != 2]
     assert_held(store, here)
     assert paths_mode(store).startswith("2 of 3 in use")
@@ -396,15 +389,13 @@ def test_a_tier_opens_without_one_of_its_directories(
 
 
 def test_a_whole_tier_that_goes_away_keeps_its_rows(
-    tmp_path: Path, opened: list[BlockStore], no_backoff: None
+    tmp_path: Path, keep: Keep, no_backoff: None
 ) -> None:
     arguments = StoreArguments(tmp_path / "tier")
-    store = open_nvme(arguments)
-    opened.append(store)
+    store = keep(open_nvme(arguments))
     held = fill(store, 4)
     store.close()
-    store = open_nvme(arguments)
-    opened.append(store)
+    store = keep(open_nvme(arguments))
     arguments.path.rename(tmp_path / "elsewhere")
     statuses = {read.result.status for read in get(store, held)}
     assert statuses == {BlockStatus.MISSING}
@@ -419,7 +410,7 @@ def test_a_whole_tier_that_goes_away_keeps_its_rows(
 
 
 def test_a_lost_index_comes_back_from_all_directories_or_not_at_all(
-    arguments: StoreArguments, opened: list[BlockStore]
+    arguments: StoreArguments, keep: Keep
 ) -> None:
     store = open_striped(arguments)
     held = fill(store, 12)
@@ -436,17 +427,14 @@ def test_a_lost_index_comes_back_from_all_directories_or_not_at_all(
     second.unlink()
     hidden.rename(second)
     assert segment_files(arguments.path) == files, "leftovers were seen where there were none"
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     assert_held(store, held)
-    new = range(1000, 1064)
-    for number in range(1000, 1064, 16):
-        put(store, range(number, number + 16))
+    new = fill(store, 4, first=1000)
     assert_held(store, [*held, *new])
 
 
 def test_a_lost_index_is_not_made_again_without_a_directory_that_is_gone(
-    arguments: StoreArguments, opened: list[BlockStore]
+    arguments: StoreArguments, keep: Keep
 ) -> None:
     """A disk that is not mounted, with the tier's directory below its mount point."""
     store = open_striped(arguments)
@@ -461,8 +449,7 @@ def test_a_lost_index_is_not_made_again_without_a_directory_that_is_gone(
             open_striped(arguments)
         assert not second.exists()
     hidden.rename(second)
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     assert_held(store, held)
 
 
@@ -481,9 +468,7 @@ def test_files_of_an_earlier_index_are_not_taken_for_those_of_the_same_name(
     second.rename(hidden)
     second.mkdir()
     store = open_nvme(arguments)
-    new = range(1000, 1160)
-    for number in range(new.start, new.stop, 16):
-        put(store, range(number, number + 16))
+    new = fill(store, 10, first=1000)
     there = directory_of(store, new)
     names = [{f.name for f in segment_files(path)} for path in (second, hidden)]
     assert names[0] & names[1], "no file has the name of an old one"
@@ -509,9 +494,7 @@ def test_files_of_an_earlier_index_are_not_taken_for_those_of_the_same_name(
         assert not [read for read in get(store, [*old, *new]) if read.data and not read.sound]
 
 
-def test_what_is_out_of_reach_is_not_repaired_away(
-    arguments: StoreArguments, opened: list[BlockStore]
-) -> None:
+def test_what_is_out_of_reach_is_not_repaired_away(arguments: StoreArguments, keep: Keep) -> None:
     store = open_striped(arguments)
     held = fill(store, 12)
     store.close()
@@ -525,18 +508,16 @@ def test_what_is_out_of_reach_is_not_repaired_away(
     assert repaired.found == {}
     second.unlink()
     hidden.rename(second)
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     assert_held(store, held)
 
 
 @pytest.mark.faults
 def test_a_disk_with_io_errors_is_left_out(
-    arguments: StoreArguments, tmp_path: Path, opened: list[BlockStore], no_backoff: None
+    arguments: StoreArguments, tmp_path: Path, keep: Keep, no_backoff: None
 ) -> None:
     """Real EIO for all that concerns one directory."""
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     held = fill(store, 12)
     where = directory_of(store, held)
     third = stripes_of(arguments.path)[2]
@@ -565,10 +546,9 @@ def test_a_disk_with_io_errors_is_left_out(
 
 @pytest.mark.faults
 def test_a_single_bad_read_costs_its_block_once(
-    arguments: StoreArguments, tmp_path: Path, opened: list[BlockStore]
+    arguments: StoreArguments, tmp_path: Path, keep: Keep
 ) -> None:
-    store = open_striped(arguments)
-    opened.append(store)
+    store = keep(open_striped(arguments))
     held = fill(store, 3)
     where = directory_of(store, held)
     third = stripes_of(arguments.path)[2]
