@@ -11,11 +11,13 @@ TieredKVError
 ├── RetryLater             nothing is wrong with the block or the tier; ask again
 │   ├── DeadlineExceeded
 │   └── NoSpace            budget, free-space floor or a bounded queue
+│       └── WriteBudgetSpent   what may be written to the tier in a day
 ├── Miss                   treat the block as not there
 │   ├── BlockMissing
 │   └── BlockCorrupt
 ├── ArchiveError           a file of exported blocks that is cut off or damaged: get it anew
 └── TierError              the tier is to be avoided until it works again
+    └── TierGone           what its store was opened on is not there: it is to be opened anew
 ```
 
 Backends translate foreign errors (`OSError`, `lmdb.Error`, ...) into this tree at one place
@@ -41,8 +43,11 @@ __all__ = [
     "RefuseToStart",
     "RetryLater",
     "TierError",
+    "TierGone",
     "TieredKVError",
     "UnsupportedError",
+    "WriteBudgetSpent",
+    "reason_in",
 ]
 
 
@@ -108,6 +113,10 @@ class NoSpace(RetryLater):
     """A budget, the free-space floor or a bounded queue leaves no room."""
 
 
+class WriteBudgetSpent(NoSpace):
+    """The tier's write budget leaves no room for that many bytes until the next day (UTC)."""
+
+
 class Miss(TieredKVError):
     """The block is to be treated as not there."""
 
@@ -134,3 +143,14 @@ class TierError(TieredKVError):
     def __init__(self, message: str, *, tier: str) -> None:
         super().__init__(message)
         self.tier = tier
+
+
+class TierGone(TierError):
+    """What the tier's store was opened on is not there any more (its directory was deleted or
+    replaced, its disk unmounted): this store object never works again. It is to be closed, and the
+    tier to be opened anew."""
+
+
+def reason_in(tier: str, error: object) -> str:
+    """What an error says, for a message that names the tier already: without its name in front."""
+    return str(error).removeprefix(f"tier {tier}: ")

@@ -23,6 +23,7 @@ __all__ = [
     "LoadStoreSpec",
     "Part",
     "Parts",
+    "PromoteJob",
     "SlotRef",
     "StoreJob",
     "StoreTargets",
@@ -196,6 +197,25 @@ class LoadJob:
     keys: tuple[BlockKey, ...]
     src: Parts
     dst: GpuSpec
+    deadline: float | None = None
+    """Seconds from its submission after which computing the blocks anew is better than waiting for
+    them; None: the transfer engine's own deadline alone holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromoteJob:
+    """Bring blocks from stores into host slots of the manager, ahead of the load that needs them.
+
+    The engine knows nothing of it: its blocks are not touched."""
+
+    kind: ClassVar[JobKind] = JobKind.PROMOTE
+    id: JobId
+    """Counted by the manager, apart from the engine's jobs."""
+    keys: tuple[BlockKey, ...]
+    src: Parts
+    dst: CpuSpec
+    deadline: float
+    """Seconds from its submission within which it must have begun to read a block."""
 
 
 @dataclass(frozen=True, slots=True)

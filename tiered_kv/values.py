@@ -55,6 +55,8 @@ class JobKind(StrEnum):
 
     LOAD = "load"
     STORE = "store"
+    PROMOTE = "promote"
+    """From stores into host slots, ahead of a load."""
 
 
 class ChecksumKind(StrEnum):
@@ -77,6 +79,8 @@ class BlockStatus(Enum):
     """Bytes differ from what was captured; the row was dropped."""
     NO_SPACE = "no_space"
     """A store found no room."""
+    OVER_BUDGET = "over_budget"
+    """The tier's write budget of the day leaves no room for it."""
     TIER_ERROR = "tier_error"
     """The tier failed; the block may still be there."""
     TIMED_OUT = "timed_out"

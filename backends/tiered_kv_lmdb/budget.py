@@ -62,15 +62,17 @@ class Budget:
         rooms = {length: value_bytes(length, page_bytes) for length in set(lengths)}
         return [rooms[length] for length in lengths]
 
-    def heads(self, numbers: Iterable[bytes]) -> list[bytes]:
-        """The heads of blocks that were written and are not yet settled.
+    def locations(self, numbers: Iterable[bytes]) -> list[bytes]:
+        """What rows are to say of where these blocks lie, which were written and are not yet
+        settled.
 
         Raises:
             ValueError: one was not written.
         """
+        written = self._written
         with self._lock:
             try:
-                return [self._written[number] for number in numbers]
+                return [number + written[number] for number in numbers]
             except KeyError:
                 raise ValueError("a place is published before it was written") from None
 
@@ -105,7 +107,7 @@ class Budget:
     def put(self, blocks: Mapping[bytes, memoryview]) -> None:
         """Write blocks, by number, and delete freed values in the same transaction; where LMDB
         runs out of pages, make room and try again."""
-        items = sorted((number, memory[HEAD_BYTES:]) for number, memory in blocks.items())
+        items = [(number, blocks[number][HEAD_BYTES:]) for number in sorted(blocks)]
         for _ in range(_TRIES - 1):
             try:
                 self._put_once(items)
@@ -115,9 +117,9 @@ class Budget:
                 self._make_room(sum(value_bytes(m.nbytes, page_bytes) for m in blocks.values()))
         else:
             self._put_once(items)
+        heads = {number: memory[:HEAD_BYTES].tobytes() for number, memory in blocks.items()}
         with self._lock:
-            for number, memory in blocks.items():
-                self._written[number] = bytes(memory[:HEAD_BYTES])
+            self._written.update(heads)
 
     def _put_once(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
         with self._files.index.read() as txn:
@@ -126,7 +128,7 @@ class Budget:
             for runs in freed.values():
                 for run in runs:
                     for number in run.numbers():
-                        txn.delete(number, db=self._values)
+                        txn.delete(number, b"", self._values)
             with txn.cursor(self._values) as cursor:
                 cursor.putmulti(items)
         with self._lock:

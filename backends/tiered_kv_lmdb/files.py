@@ -21,8 +21,10 @@ from tiered_kv.config import MIB
 from tiered_kv.index import Environment, WriteMap, bytes_beside_data, data_bytes
 from tiered_kv_lmdb.settings import LmdbSettings
 
-__all__ = ["HEAD_BYTES", "Space", "TierFiles", "value_bytes"]
+__all__ = ["HEAD_BYTES", "OWNERS", "Space", "TierFiles", "value_bytes"]
 
+OWNERS = "users"
+"""The database of the index that says who has which namespace open for writing."""
 _VALUES = "values"
 _INDEX_SHARE = 24
 """The index takes at most this fraction (1/24) of the capacity."""
@@ -114,6 +116,11 @@ class TierFiles:
         if self._values is None:
             raise RuntimeError("open_values was not called")
         return self._values
+
+    def check_current(self) -> None:
+        """Raise `TierGone` where one of the two was deleted, or replaced, since it was opened."""
+        for environment in (self.index, self.values):
+            environment.check_current()
 
     def space(self) -> Space:
         """Ask the file system.

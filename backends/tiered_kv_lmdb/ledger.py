@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, repeat
+from operator import itemgetter
 from typing import NamedTuple
 
 from tiered_kv.errors import NoSpace
 from tiered_kv.index import Database, Environment, Owner, Transaction
 
-__all__ = ["NUMBER_BYTES", "Ledger", "Reserved", "packed"]
+__all__ = ["NUMBER_BYTES", "Ledger", "Reserved", "packed", "unpacked"]
 
 NUMBER_BYTES = 8
 _RUN = struct.Struct(">QIQ")
@@ -29,6 +31,11 @@ _RUN = struct.Struct(">QIQ")
 def packed(number: int) -> bytes:
     """A number as the ledger, the rows and the values name it."""
     return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def unpacked(number: bytes) -> int:
+    """The inverse of `packed`."""
+    return int.from_bytes(number, "big")
 
 
 class Run(NamedTuple):
@@ -68,7 +75,7 @@ class Ledger:
         from `first` on."""
         batch = packed(first)
         txn.put(batch, self._owner + _joined(enumerate(rooms, first)), db=self._reserved)
-        return [Reserved(packed(first + place), batch) for place in range(len(rooms))]
+        return list(map(Reserved, map(packed, range(first, first + len(rooms))), repeat(batch)))
 
     def check_reserved(self, txn: Transaction, places: Iterable[Reserved]) -> None:
         """Raises `NoSpace` where a number is not reserved any more: another process may have
@@ -217,10 +224,6 @@ def _are(runs: Sequence[Run], numbers: Collection[bytes]) -> bool:
 
 def _by_batch(places: Iterable[Reserved]) -> dict[bytes, set[bytes]]:
     found: dict[bytes, set[bytes]] = {}
-    for number, batch in places:
-        numbers = found.get(batch)
-        if numbers is None:
-            found[batch] = {number}
-        else:
-            numbers.add(number)
+    for batch, together in groupby(places, itemgetter(1)):
+        found.setdefault(batch, set()).update(map(itemgetter(0), together))
     return found

@@ -13,12 +13,11 @@ from functools import partial
 
 from tiered_kv.contracts import MaintenanceContext, Reconciliation, StoredNamespace
 from tiered_kv.errors import TierError
-from tiered_kv.index import FullKey, Holdings, Row, Transaction
+from tiered_kv.index import FullKey, Holdings, Owners, Row, Transaction
 from tiered_kv_lmdb.budget import Budget, number_of
-from tiered_kv_lmdb.files import HEAD_BYTES, TierFiles
+from tiered_kv_lmdb.files import HEAD_BYTES, OWNERS, TierFiles
 from tiered_kv_lmdb.ledger import Ledger, Reserved
 from tiered_kv_lmdb.settings import LmdbSettings
-from tiered_kv_lmdb.users import Users
 
 __all__ = ["LmdbMaintenance"]
 
@@ -65,7 +64,7 @@ class LmdbMaintenance:
             self._holdings = Holdings.of(self._files.index)
             self._index = self._holdings.index
             self._ledger = Ledger(self._files.index, self._tier)
-            self._users = Users(self._files.index)
+            self._owners = Owners(self._files.index.database(OWNERS))
             self._files.open_values(self._forget_all)
             self._values = self._files.values.database("values")
             self._budget = Budget(self._files, self._index, self._ledger, self._tier)
@@ -86,7 +85,7 @@ class LmdbMaintenance:
 
     def _in_use(self) -> set[bytes]:
         with self._files.index.read() as txn:
-            return self._users.namespaces(txn)
+            return self._owners.live_namespaces(txn)
 
     # ------------------------------------------------------------------------------- reconcile
 
@@ -115,7 +114,7 @@ class LmdbMaintenance:
         strays = self._still_astray(strays)
         orphans = self._still_orphans(lengths.keys() - known)
         with self._files.index.read() as txn:
-            pending = 0 if self._users.namespaces(txn) else self._ledger.freed_values(txn)
+            pending = 0 if self._owners.live_namespaces(txn) else self._ledger.freed_values(txn)
         found = {
             _NO_VALUE: sum(wrong == _NO_VALUE for *_, wrong in strays),
             _OTHER_LENGTH: sum(wrong == _OTHER_LENGTH for *_, wrong in strays),
@@ -239,7 +238,7 @@ class LmdbMaintenance:
         return dropped
 
     def _drop_some(self, txn: Transaction, namespace_id: bytes) -> int:
-        if namespace_id in self._users.namespaces(txn):
+        if namespace_id in self._owners.live_namespaces(txn):
             raise ValueError(
                 f"tier {self._tier}: namespace {namespace_id.hex()} is in use by a running "
                 "process; stop it first"

@@ -9,22 +9,31 @@ so a reader that finds the row's number finds the row's bytes, or nothing.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import compress
 
 import numpy as np
 
 from tiered_kv.config import KIB
 from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreContext, StoreStat
-from tiered_kv.errors import NoSpace, RetryLater, TierError
-from tiered_kv.index import BlockIndex, BufferTransaction, Row, Transaction
+from tiered_kv.errors import NoSpace, RetryLater, TierError, WriteBudgetSpent, reason_in
+from tiered_kv.index import (
+    BlockIndex,
+    BufferTransaction,
+    Owners,
+    Row,
+    Transaction,
+    WriteAccount,
+)
 from tiered_kv.values import BlockKey, BlockStatus
 from tiered_kv_lmdb.budget import Budget, number_of
-from tiered_kv_lmdb.files import Space, TierFiles
-from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger, Reserved
+from tiered_kv_lmdb.files import OWNERS, Space, TierFiles
+from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger, Reserved, unpacked
 from tiered_kv_lmdb.settings import LmdbSettings
-from tiered_kv_lmdb.users import Users
 
 __all__ = ["LmdbStore"]
 
@@ -32,6 +41,12 @@ _MOST_VALUE_BYTES = 2**32 - 1
 _COPIED_WITH_GIL_BYTES = 128 * KIB
 """Blocks up to this size are copied without letting go of the GIL: a copy takes less time (10 us)
 than getting it back from a thread that keeps it (up to 5 ms, at every block)."""
+_NONCE_BYTES = 8
+_TURN_SECONDS, _TURN_WAIT_SECONDS = 0.002, 0.010
+"""How long a load keeps the turn at most, and how long the next one waits for it. py-lmdb gives the
+GIL away at every look-up and wakes whoever wants it, mostly in vain, so that several loads of small
+blocks at once take up to three times as long as one after the other. A load whose blocks come from
+the disk does not keep others from reading there."""
 _SWEEP_SECONDS = 60.0
 _SWEEP_AGAIN_SECONDS = 1.0
 
@@ -58,6 +73,10 @@ class LmdbStore:
         self._tier = context.tier
         self._writable = context.writable and settings.writable
         self._lock = threading.Lock()
+        self._namespace_id = context.namespace.id
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._turn = threading.Lock()
+        """One load of small blocks at a time."""
         self._held: set[Reserved] = set()
         self._given_up: set[Reserved] = set()
         self._swept: float | None = None
@@ -70,6 +89,7 @@ class LmdbStore:
                 context.geometry,
                 log_entries=min(65_536, max(1_024, settings.capacity // 2**14)),
             )
+            self._account = WriteAccount(self._files.index, context.tier, settings.write_budget)
             if settings.writable:
                 self._ledger = Ledger(self._files.index, context.tier)
             self._files.open_values(self._forget_all)
@@ -77,14 +97,20 @@ class LmdbStore:
             if settings.writable:
                 self._budget = Budget(self._files, self._index, self._ledger, context.tier)
             if self._writable:
-                self._users = Users(self._files.index)
+                self._owners = Owners(self._files.index.database(OWNERS))
                 with self._files.index.write() as txn:
-                    self._user = self._users.enter(txn, context.namespace.id)
+                    self._register(txn)
                 self._sweep_if_due(_SWEEP_SECONDS)
                 self._drop_orphans()
         except BaseException:
             self._files.close()
             raise
+
+    def _register(self, txn: Transaction) -> None:
+        """Say that we have the namespace open, and of those who died that they have not."""
+        for nonce in self._owners.dead(txn):
+            self._owners.forget(txn, nonce)
+        self._owners.register(txn, self._nonce, self._namespace_id)
 
     def _forget_all(self) -> None:
         """The values were lost: no row may stay."""
@@ -118,16 +144,20 @@ class LmdbStore:
     def stat(self) -> StoreStat:
         """See `BlockStore.stat`."""
         self._check_open()
+        self._files.check_current()
         try:
             used = self._files.disk_bytes()
         except OSError as error:
             raise self._unreachable(error) from error
+        written = self._account.written()
         return StoreStat(
             blocks=self._index.count(),
             used_bytes=used,
             capacity_bytes=self._settings.capacity,
             evicted_blocks=self._budget.evicted if self._settings.writable else 0,
             modes=self._files.values.modes(),
+            written_bytes=written.ever,
+            written_today=written.today,
         )
 
     def live_bytes(self) -> int:
@@ -143,14 +173,14 @@ class LmdbStore:
         self._check_writable()
         if not blocks:
             return []
-        for block in blocks:
-            if not 0 < block.checksum.length <= _MOST_VALUE_BYTES:
-                raise ValueError(
-                    f"a block has 1 to {_MOST_VALUE_BYTES} bytes, not {block.checksum.length}"
-                )
+        for length in {block.checksum.length for block in blocks}:
+            if not 0 < length <= _MOST_VALUE_BYTES:
+                raise ValueError(f"a block has 1 to {_MOST_VALUE_BYTES} bytes, not {length}")
         self._sweep_if_due(_SWEEP_SECONDS)
         try:
             return self._reserve_now(blocks)
+        except WriteBudgetSpent:
+            raise
         except NoSpace:
             # What a process that died meanwhile had reserved may be what is missing.
             if not self._sweep_if_due(_SWEEP_AGAIN_SECONDS):
@@ -162,27 +192,36 @@ class LmdbStore:
             space = self._files.space()
         except OSError as error:
             raise self._unreachable(error) from error
-        places, evicted = self._budget.in_index(lambda txn: self._reserve(txn, blocks, space))
+        given, missing, evicted = self._budget.in_index(
+            lambda txn: self._reserve(txn, blocks, space)
+        )
         with self._lock:
-            self._held.update(_reserved(place for place in places if place is not None))
+            self._held.update(given)
         self._budget.count_evicted(evicted)
-        return places
+        if len(given) == len(blocks):
+            return list(map(Place, blocks, given))
+        taken = iter(given)
+        return [
+            Place(block, next(taken)) if is_missing else None
+            for block, is_missing in zip(blocks, missing, strict=True)
+        ]
 
     def _reserve(
         self, txn: Transaction, blocks: Sequence[NewBlock], space: Space
-    ) -> tuple[list[Place | None], int]:
-        rows = self._index.rows(txn, [block.key for block in blocks])
-        wanted = [block for block, row in zip(blocks, rows, strict=True) if row is None]
+    ) -> tuple[list[Reserved], list[bool], int]:
+        """What is reserved for those blocks that are missing, which these are, and how many were
+        evicted."""
+        keys = [block.key for block in blocks]
+        there = self._index.with_row(txn, keys)
+        missing = [key not in there for key in keys]
+        wanted = list(compress(blocks, missing)) if there else blocks
         if not wanted:
-            return [None] * len(blocks), 0
+            return [], missing, 0
         rooms = self._budget.rooms(wanted)
+        self._account.take(txn, sum(rooms))
         evicted = self._budget.evict_for(txn, sum(rooms), space)
         first = self._index.next_generation(txn, len(wanted))
-        given = iter(self._ledger.reserve(txn, first, rooms))
-        return [
-            Place(block, next(given)) if row is None else None
-            for block, row in zip(blocks, rows, strict=True)
-        ], evicted
+        return self._ledger.reserve(txn, first, rooms), missing, evicted
 
     def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
         """See `BlockStore.write`."""
@@ -208,12 +247,13 @@ class LmdbStore:
         if not places:
             return
         reserved = _reserved(places)
-        heads = self._budget.heads([number for number, _ in reserved])
-        blocks: list[tuple[BlockKey, Row]] = []
-        for place, (number, _), head in zip(places, reserved, heads, strict=True):
-            generation = int.from_bytes(number, "big")
-            row = Row(place.block.checksum, 0, number + head, generation)
-            blocks.append((place.block.key, row))
+        numbers = [number for number, _ in reserved]
+        blocks = [
+            (key, Row(checksum, 0, location, unpacked(number)))
+            for ((key, checksum), _), number, location in zip(
+                places, numbers, self._budget.locations(numbers), strict=True
+            )
+        ]
         self._budget.in_index(lambda txn: self._publish(txn, blocks, reserved))
         self._let_go(reserved)
 
@@ -221,7 +261,7 @@ class LmdbStore:
         self,
         txn: Transaction,
         blocks: Sequence[tuple[BlockKey, Row]],
-        reserved: Collection[Reserved],
+        reserved: Sequence[Reserved],
     ) -> None:
         self._ledger.settle(txn, reserved)
         self._budget.free(txn, self._index.publish(txn, blocks))
@@ -242,7 +282,9 @@ class LmdbStore:
             self._budget.in_index(lambda txn: self._ledger.release(txn, reserved))
         except (TierError, RetryLater) as error:
             # The next sweep, here or after our end elsewhere, gives it back.
-            logger.warning("tier %s: room not given back yet: %s", self._tier, error)
+            logger.warning(
+                "tier %s: room not given back yet: %s", self._tier, reason_in(self._tier, error)
+            )
             with self._lock:
                 self._given_up.update(reserved)
                 self._swept = None
@@ -257,18 +299,24 @@ class LmdbStore:
             raise ValueError(f"{len(keys)} keys but {len(memory)} pieces of memory")
         if not keys:
             return []
-        with self._files.index.read() as txn:
-            rows = self._index.rows(txn, keys)
         results = [_MISSING] * len(keys)
         gone: list[int] = []
-        with self._files.values.read_buffers() as values:
-            for place, (row, view) in enumerate(zip(rows, memory, strict=True)):
-                if row is None or row.checksum.length > view.nbytes:
-                    continue
-                if self._copy(values, row, view):
-                    results[place] = ReadResult(BlockStatus.OK, row.checksum)
-                else:
-                    gone.append(place)
+        with ExitStack() as turn:
+            if self._turn.acquire(timeout=_TURN_WAIT_SECONDS):
+                turn.callback(self._turn.release)
+            until = time.monotonic() + _TURN_SECONDS
+            with self._files.index.read() as txn:
+                rows = self._index.rows(txn, keys)
+            with self._files.values.read_buffers() as values:
+                for place, (row, view) in enumerate(zip(rows, memory, strict=True)):
+                    if row is None or row.checksum.length > view.nbytes:
+                        continue
+                    if row.checksum.length > _COPIED_WITH_GIL_BYTES or time.monotonic() > until:
+                        turn.close()
+                    if self._copy(values, row, view):
+                        results[place] = ReadResult(BlockStatus.OK, row.checksum)
+                    else:
+                        gone.append(place)
         if gone:
             self._distrust([(keys[place], rows[place]) for place in gone])
         return results
@@ -277,15 +325,16 @@ class LmdbStore:
         """False where the row's value is not there."""
         length, location = row.checksum.length, row.location
         head = location[NUMBER_BYTES:]
-        value = values.get(location[:NUMBER_BYTES], db=self._values)
-        if value is None or len(value) + len(head) != length:
+        at = len(head)
+        value = values.get(location[:NUMBER_BYTES], None, self._values)
+        if value is None or at + len(value) != length:
             return False
         memory = _octets(memory)
-        memory[: len(head)] = head
+        memory[:at] = head
         if length <= _COPIED_WITH_GIL_BYTES:
-            memory[len(head) : length] = value
+            memory[at:length] = value
         else:
-            target = np.frombuffer(memory, np.uint8, len(value), len(head))
+            target = np.frombuffer(memory, np.uint8, length - at, at)
             np.copyto(target, np.frombuffer(value, np.uint8))
         return True
 
@@ -377,9 +426,13 @@ class LmdbStore:
                     self._release(held)
                 self._budget.delete_freed()
                 with self._files.index.write() as txn:
-                    self._users.leave(txn, self._user)
+                    self._owners.forget(txn, self._nonce)
             except (TierError, RetryLater) as error:
-                logger.warning("tier %s: not all was written at the end: %s", self._tier, error)
+                logger.warning(
+                    "tier %s: not all was written at the end: %s",
+                    self._tier,
+                    reason_in(self._tier, error),
+                )
         self._files.close()
 
     def _check_open(self) -> None:
@@ -401,13 +454,11 @@ class LmdbStore:
 
 
 def _reserved(places: Iterable[Place]) -> list[Reserved]:
-    tokens: list[Reserved] = []
-    for place in places:
-        token = place.token
-        if not isinstance(token, Reserved):
-            raise ValueError(f"a place of another store: {token!r}")
-        tokens.append(token)
-    return tokens
+    tokens = [place.token for place in places]
+    reserved = [token for token in tokens if isinstance(token, Reserved)]
+    if len(reserved) < len(tokens):
+        raise ValueError(f"a place of another store: {tokens!r}")
+    return reserved
 
 
 def _octets(memory: memoryview) -> memoryview:

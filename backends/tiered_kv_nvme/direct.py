@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import HandlerContext, NewBlock, Place
-from tiered_kv.errors import NoSpace
+from tiered_kv.contracts import HandlerContext, NewBlock, Place, no_room
+from tiered_kv.errors import NoSpace, reason_in
 from tiered_kv.specs import GpuSpec, HopResult, KeySpec, TransferSpec
 from tiered_kv.values import BlockStatus, ChecksumKind
 from tiered_kv_nvme.reading import Found
@@ -143,7 +143,8 @@ class GpuToNvmeHandler:
     """Gathers blocks into staging, takes their checksums there, writes and publishes them.
 
     Statuses: OK, also where the block was published before (it is not copied again); NO_SPACE
-    where the store or the staging has no room; CANCELLED where the call was given up before it
+    where the store or the staging has no room, OVER_BUDGET where it may not be written today;
+    CANCELLED where the call was given up before it
     began to write, or where the spec does not name one whole block inside the cache. What is not
     OK has left no trace.
     """
@@ -212,9 +213,14 @@ class GpuToNvmeHandler:
         try:
             places = self._reserve(spec, checksums, statuses)
         except NoSpace as error:
-            logger.debug("tier %s has no room for %d blocks: %s", io.tier, len(gathered), error)
+            logger.debug(
+                "tier %s has no room for %d blocks: %s",
+                io.tier,
+                len(gathered),
+                reason_in(io.tier, error),
+            )
             for i in gathered:
-                statuses[i] = BlockStatus.NO_SPACE
+                statuses[i] = no_room(error)
             return sum(lengths.values())
         published = False
         try:

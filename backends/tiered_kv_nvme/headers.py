@@ -30,7 +30,15 @@ from tiered_kv.checksum import BlockChecksum
 from tiered_kv.errors import FormatError
 from tiered_kv.values import FORMAT_VERSION, PAGE_BYTES, BlockKey, ChecksumKind
 
-__all__ = ["MAGIC", "SegmentHeader", "SegmentLayout", "SlotEntry", "pack_entry", "round_up"]
+__all__ = [
+    "ENTRY_BYTES",
+    "MAGIC",
+    "SegmentHeader",
+    "SegmentLayout",
+    "SlotEntry",
+    "pack_entry",
+    "round_up",
+]
 
 MAGIC = b"TKVSEG\r\n"
 
@@ -201,6 +209,10 @@ class SlotEntry:
             return None
         checksum = BlockChecksum(length, value, _KINDS[kind])
         return cls(BlockKey(key[:key_bytes]), rank, checksum, epoch, generation)
+
+
+ENTRY_BYTES = round_up(SlotEntry.PACKED_BYTES, 512)
+"""What an entry of the table is taken to cost the medium: whole sectors of 512 bytes."""
 
 
 def pack_entry(

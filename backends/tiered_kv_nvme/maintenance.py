@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +18,10 @@ from tiered_kv.index import (
     bytes_beside_data,
     describe_namespace,
 )
-from tiered_kv_nvme.directory import SEGMENT_NAME
+from tiered_kv_nvme.directory import INDEX, SEGMENT_NAME
 from tiered_kv_nvme.faults import translated
 from tiered_kv_nvme.presence import Presence
-from tiered_kv_nvme.rebuild import begin_empty, rebuild
+from tiered_kv_nvme.rebuild import begin_empty, one_by_one, rebuild
 from tiered_kv_nvme.reconcile import Reconciler
 from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
@@ -58,6 +59,9 @@ class NvmeMaintenance:
             raise ValueError(f"an nvme tier takes NvmeSettings, not {type(settings).__name__}")
         self._tier = context.tier
         self._writable = context.writable and settings.writable
+        if not self._writable and not _may_write(settings):
+            # A read-only mount, or another user's tier.
+            settings = settings.model_copy(update={"access": "read"})
         stripes = Stripes(settings, self._tier)
         index_path, folders = stripes.index_path, settings.folders
         with translated("look at", index_path, self._tier):
@@ -94,15 +98,16 @@ class NvmeMaintenance:
             on_clean=self._files.flush_all if settings.durability == "none" else None,
         )
         try:
-            stripes.settle(self._environment)
-            Trust.after_open(self._environment)
-            self._holdings = Holdings.of(self._environment)
-            # Without a namespace: it stores nothing, and owns no place in the tier.
-            self._space = Space(self._environment, self._holdings.index, self._files, b"")
-            self._audit = IndexAudit(self._environment, self._holdings.index)
-            if self._writable:
-                self._presence = Presence(index_path.parent)
-                rebuild(self._environment, self._space, self._tier)
+            with one_by_one(self._environment, self._tier):
+                stripes.settle(self._environment)
+                Trust.after_open(self._environment)
+                self._holdings = Holdings.of(self._environment)
+                # Without a namespace: it stores nothing, and owns no place in the tier.
+                self._space = Space(self._environment, self._holdings.index, self._files, b"")
+                self._audit = IndexAudit(self._environment, self._holdings.index)
+                if self._writable:
+                    self._presence = Presence(index_path.parent)
+                    rebuild(self._environment, self._space, self._tier)
             self._files.identity = self._environment.identity
         except BaseException:
             self._let_go()
@@ -205,6 +210,11 @@ class NvmeMaintenance:
 def _holds_segments(path: Path, tier: str) -> bool:
     with translated("look at", path, tier):
         return path.is_dir() and any(SEGMENT_NAME.fullmatch(one.name) for one in path.iterdir())
+
+
+def _may_write(settings: NvmeSettings) -> bool:
+    home = settings.index_home
+    return os.access(home, os.W_OK) and os.access(home / INDEX, os.W_OK)
 
 
 def _index_bytes(settings: NvmeSettings, index_path: Path) -> int:

@@ -11,6 +11,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from tiered_kv.index import try_lock, unlock
+
 __all__ = ["Presence", "is_anyone_present"]
 
 
@@ -24,7 +26,7 @@ class Presence:
             OSError: the directory cannot be opened.
         """
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        _try_lock(self._fd, fcntl.LOCK_SH)
+        try_lock(self._fd, fcntl.LOCK_SH)
 
     def end(self) -> None:
         """Let go. Idempotent."""
@@ -41,14 +43,6 @@ def is_anyone_present(directory: Path) -> bool:
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return not _try_lock(fd, fcntl.LOCK_EX)
+        return not try_lock(fd, fcntl.LOCK_EX)
     finally:
-        os.close(fd)
-
-
-def _try_lock(fd: int, mode: int) -> bool:
-    try:
-        fcntl.flock(fd, mode | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        unlock(fd)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts import ReadResult
-from tiered_kv.errors import NoSpace, TierError
+from tiered_kv.errors import NoSpace, TierError, reason_in
 from tiered_kv.index import BlockIndex, Environment, Row, Trust
 from tiered_kv.values import BlockKey, BlockStatus
 from tiered_kv_nvme.faults import translate
@@ -139,13 +139,15 @@ class Reader:
             return
         if self._writer is None:
             stripes.try_again()
+            with stripes.returned() as places:
+                self._files.forget_in(places)
             if not stripes.here:
                 raise stripes.nothing_left()
             return
         try:
             self._writer.look_after_directories()
         except NoSpace as error:  # the index is full: it can be read all the same
-            logger.warning("tier %s: %s", self._tier, error)
+            logger.warning("tier %s: %s", self._tier, reason_in(self._tier, error))
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `BlockStore.contains`. What lies in a directory that is out of use is not there."""
@@ -217,4 +219,8 @@ class Reader:
             self._writer.drop(keys)
         except (NoSpace, TierError) as error:
             # The answer stays right without it: the next read finds the same.
-            logger.warning("tier %s: their rows could not be dropped: %s", self._tier, error)
+            logger.warning(
+                "tier %s: their rows could not be dropped: %s",
+                self._tier,
+                reason_in(self._tier, error),
+            )

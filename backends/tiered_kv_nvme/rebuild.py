@@ -6,6 +6,8 @@ index was lost has an old entry and new bytes, so the rows are marked (`Trust`),
 says of them that their bytes are to be compared with the checksum whatever the settings say.
 
 All of it is one transaction, the first one of the new index: a crash leads to its being done again.
+It may take longer than anybody waits for a transaction: engines that open the tier at once do so
+one after the other (`one_by_one`), so that the first one does it for all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import logging
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -26,6 +29,7 @@ from tiered_kv.index import (
     Environment,
     Row,
     Trust,
+    directory_lock,
     understand_namespace,
 )
 from tiered_kv.values import PAGE_BYTES, BlockKey, CacheGeometry, Namespace
@@ -38,8 +42,10 @@ from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.space import Change, Space
 from tiered_kv_nvme.tables import read_entries
 
-__all__ = ["begin_empty", "rebuild"]
+__all__ = ["begin_empty", "one_by_one", "rebuild"]
 
+_WAIT_SECONDS = 120.0
+"""Longest wait for another process that makes the index again: as for one that checks it."""
 _PAIR = struct.Struct(">II")
 _BATCH_BLOCKS = 4_096
 _KEPT_SHARE = 0.9
@@ -99,6 +105,23 @@ def begin_empty(files: SegmentFiles, tier: str, reason: Emptied) -> None:
         )
     if reason is Emptied.CRASHED:
         wipe(files)
+
+
+@contextmanager
+def one_by_one(environment: Environment, tier: str) -> Iterator[None]:
+    """While no other process is in here, or opens or closes the index. Nothing where it is only
+    read.
+
+    Raises:
+        TierError: another process kept it for too long, or the directory cannot be opened.
+    """
+    if not environment.writable:
+        yield
+        return
+    with ExitStack() as held:
+        with translated("lock", environment.path, tier):
+            held.enter_context(directory_lock(environment.path, tier, _WAIT_SECONDS))
+        yield
 
 
 def rebuild(
@@ -176,9 +199,7 @@ def _survey(
         if described is not None and described[0].id == header.namespace_id:
             known.setdefault(header.namespace_id, described)
     sound = {
-        number: _Sound(
-            header, *known[header.namespace_id], size, space.files.path(number).stat().st_mtime_ns
-        )
+        number: _Sound(header, *known[header.namespace_id], size, space.files.changed_at(number))
         for number, (header, size) in headers.items()
         if header.namespace_id in known
     }

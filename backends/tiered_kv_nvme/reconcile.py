@@ -101,8 +101,10 @@ class Reconciler:
     ) -> None:
         """Find the suspects that have flaws, and mend them if that is asked for."""
         asked = list(suspects)
-        with self._reading() as change:
-            bad = [one for one in asked if flaws(change, one)]
+        bad: list[T] = []
+        for start in range(0, len(asked), few):  # a long transaction keeps pages from the engines
+            with self._reading() as change:
+                bad += [one for one in asked[start : start + few] if flaws(change, one)]
         for start in range(0, len(bad), few):
             found: Counter[str] = Counter()
             with self._space.change() if self._repair else self._alone() as change:
@@ -158,6 +160,8 @@ class Reconciler:
             size = self._space.files.path(number).lstat().st_size
         except FileNotFoundError:
             self._unseen.add(number)
+            if stripes.knows(number) and self._space.files.away([number]):
+                return {}
             return {"segments without their file": 1}
         except OSError as error:
             raise self._failed("look at", number, error) from error

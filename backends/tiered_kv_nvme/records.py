@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tiered_kv.contracts import Place
 from tiered_kv.index import Row
-from tiered_kv_nvme.headers import SegmentLayout
+from tiered_kv_nvme.headers import SegmentLayout, pack_entry
 
-__all__ = ["Extent", "Segment", "contiguous"]
+__all__ = ["Extent", "Segment", "contiguous", "pack_entries"]
 
 _RECORD = struct.Struct(">I8sQQIIIQQ")
 _LOCATION = struct.Struct(">IQIQ")
@@ -118,3 +120,19 @@ def contiguous(taken: npt.NDArray[np.uint8], count: int) -> list[int]:
         start = int(starts[run])
         found += range(start, start + min(int(lengths[run]), count - len(found)))
     return sorted(found)
+
+
+def pack_entries(
+    view: memoryview, run: Sequence[tuple[Place, Extent]], rank: int, layout: SegmentLayout
+) -> None:
+    """The entries of neighbouring slots in their segment's header table."""
+    for number, (place, extent) in enumerate(run):
+        pack_entry(
+            view,
+            number * layout.stride,
+            place.block.key,
+            rank,
+            place.block.checksum,
+            extent.epoch,
+            extent.generation,
+        )

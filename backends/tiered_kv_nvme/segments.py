@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -75,6 +76,7 @@ class SegmentFiles:
         self._closing = closing
         self._lock = threading.Lock()
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+        self._forgotten = 0
         self.identity: bytes | None = None
         """Of the index whose rows are followed: files that belong to another one count as absent.
         None while the index is made."""
@@ -134,6 +136,24 @@ class SegmentFiles:
                     with suppress(FileNotFoundError):
                         found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
         return found
+
+    def is_there(self, number: int) -> bool:
+        """Whether a file has the segment's name. True also where that cannot be found out."""
+        try:
+            return stat.S_ISREG(self.path(number).lstat().st_mode)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def changed_at(self, number: int) -> int:
+        """When the file was changed last, nanoseconds since the epoch.
+
+        Raises:
+            TierError: that cannot be found out.
+        """
+        with translated("look at", self.path(number), self._tier):
+            return self.path(number).stat().st_mtime_ns
 
     def is_ours(self, number: int) -> bool:
         """Whether the file begins with our magic, or is empty (made, then the process died).
@@ -272,6 +292,7 @@ class SegmentFiles:
     def forget(self, number: int) -> None:
         """Let go of the descriptor; leases that use it keep it until they end."""
         with self._lock:
+            self._forgotten += 1
             file = self._open.pop(number, None)
             if file is not None:
                 file.kept = False
@@ -279,9 +300,11 @@ class SegmentFiles:
 
     def forget_in(self, places: Collection[int]) -> None:
         """The same for all segments of these directories: other files may lie there by now."""
-        for number in list(self._open):
-            if place_of(number) in places:
-                self.forget(number)
+        with self._lock:
+            self._forgotten += 1
+            numbers = [number for number in self._open if place_of(number) in places]
+        for number in numbers:
+            self.forget(number)
 
     def vanished(self, fds: Mapping[int, int]) -> set[int]:
         """The segments that are not under their names any more, though `fds` of them are open."""
@@ -342,11 +365,28 @@ class SegmentFiles:
     def _lease_one(self, number: int) -> _OpenFile:
         with self._lock:
             file = self._open.get(number)
-            if file is None:
-                file = self._open[number] = _OpenFile(self._open_own(number))
-            self._open.move_to_end(number)
-            file.users += 1
+            forgotten = self._forgotten
+            if file is not None:
+                self._use(number, file)
+                return file
+        # Without the lock: a directory that hangs keeps nobody from the others.
+        file = _OpenFile(self._open_own(number))
+        with self._lock:
+            known = self._open.get(number)
+            if known is not None:
+                os.close(file.fd)
+                file = known
+            elif forgotten == self._forgotten:
+                self._open[number] = file
+            else:  # it may be this one that was let go of meanwhile
+                file.kept = False
+            self._use(number, file)
             return file
+
+    def _use(self, number: int, file: _OpenFile) -> None:
+        file.users += 1
+        if file.kept:
+            self._open.move_to_end(number)
 
     def _open_own(self, number: int) -> int:
         """Open a file, unless another index of the tier made it under the same name: then its
@@ -392,7 +432,10 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Let go of all descriptors; those in use are closed when their leases end. Idempotent."""
-        for number in list(self._open):
+        with self._lock:
+            self._forgotten += 1
+            numbers = list(self._open)
+        for number in numbers:
             self.forget(number)
 
 

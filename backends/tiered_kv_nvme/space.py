@@ -24,9 +24,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tiered_kv.index import BlockIndex, Environment, FullKey, Row, Transaction
+from tiered_kv.index import BlockIndex, Environment, FullKey, Owners, Row, Transaction
 from tiered_kv_nvme.headers import SegmentHeader, SegmentLayout
-from tiered_kv_nvme.owners import Owners
 from tiered_kv_nvme.records import Extent, Segment, contiguous
 from tiered_kv_nvme.reservations import (
     NONCE_BYTES,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tiered_kv.config import format_bytes
 from tiered_kv.contracts import DeviceStaging, HandlerContext, NewBlock, Place
-from tiered_kv.errors import IdentityError, TieredKVError, TierError, UnsupportedError
+from tiered_kv.errors import IdentityError, TieredKVError, TierError, UnsupportedError, reason_in
 from tiered_kv.specs import HopResult, LoadStoreSpec, TransferSpec
 from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus, ChecksumKind
 from tiered_kv_nvme.engines import kvikio_for_gpu
@@ -234,14 +234,16 @@ class StagedIo:
         try:
             self.store.discard(blocks)
         except TieredKVError as error:  # the blocks stay, and are found out again
-            logger.warning("tier %s: they could not be dropped: %s", self.tier, error)
+            logger.warning(
+                "tier %s: they could not be dropped: %s", self.tier, reason_in(self.tier, error)
+            )
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Note that blocks were used."""
         try:
             self.store.touch(keys)
         except TieredKVError as error:  # the blocks are in place; only their recency is lost
-            logger.debug("tier %s did not note a use: %s", self.tier, error)
+            logger.debug("tier %s did not note a use: %s", self.tier, reason_in(self.tier, error))
 
     def modes(self) -> Mapping[str, str]:
         """What is in effect."""

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from tiered_kv.contracts import ChangeBatch, NewBlock, Place, ReadResult, StoreContext, StoreStat
-from tiered_kv.errors import TieredKVError, TierError
-from tiered_kv.index import BlockIndex, Environment, Trust, describe_namespace
+from tiered_kv.errors import TieredKVError, TierError, reason_in
+from tiered_kv.index import BlockIndex, Environment, Trust, WriteAccount, describe_namespace
 from tiered_kv.values import PAGE_BYTES, BlockKey
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.directory import sweep
@@ -19,7 +19,7 @@ from tiered_kv_nvme.kvikio_io import KvikioFiles
 from tiered_kv_nvme.plan import Piece, flat, plan
 from tiered_kv_nvme.presence import Presence
 from tiered_kv_nvme.reading import Reader, Reading
-from tiered_kv_nvme.rebuild import begin_empty, rebuild
+from tiered_kv_nvme.rebuild import begin_empty, one_by_one, rebuild
 from tiered_kv_nvme.records import Extent
 from tiered_kv_nvme.room import RoomMaker
 from tiered_kv_nvme.segments import SegmentFiles
@@ -87,32 +87,35 @@ class NvmeStore:
         self._writer: Writer | None = None
         self._presence: Presence | None = None
         try:
-            self.stripes.settle(self._environment)
+            with one_by_one(self._environment, self._tier):
+                self.stripes.settle(self._environment)
+                trust = Trust.after_open(self._environment)
+                self._index = BlockIndex(
+                    self._environment,
+                    context.namespace,
+                    context.geometry,
+                    log_entries=self._budget.log_entries,
+                )
+                if context.writable and settings.writable:
+                    own = (context.namespace, context.geometry)
+                    self._space = Space(
+                        *(self._environment, self._index, self._files),
+                        *(context.namespace.id, describe_namespace(*own)),
+                    )
+                    self._presence = Presence(self.stripes.index_path.parent)
+                    rebuild(self._environment, self._space, self._tier, own)
             self._io = engine_for(
                 settings, self.stripes, self._kvikio_files, moves_blocks=moves_blocks
             )
             self._direct_mode = direct_mode(settings) if moves_blocks else settings.gpu_direct
-            trust = Trust.after_open(self._environment)
-            self._index = BlockIndex(
-                self._environment,
-                context.namespace,
-                context.geometry,
-                log_entries=self._budget.log_entries,
-            )
-            if context.writable and settings.writable:
-                own = (context.namespace, context.geometry)
-                space = Space(
-                    *(self._environment, self._index, self._files),
-                    *(context.namespace.id, describe_namespace(*own)),
-                )
-                self._space = space
-                self._presence = Presence(self.stripes.index_path.parent)
-                rebuild(self._environment, space, self._tier, own)
-                self._budget.measure(space.numbers)
+            self._account = WriteAccount(self._environment, self._tier, settings.write_budget)
+            if self._space is not None:
+                self._budget.measure(self._space.numbers)
                 self._writer = Writer(
-                    settings, space, self._files, self._io, self._budget, context.geometry.rank
+                    *(settings, self._space, self._files, self._io, self._budget, self._account),
+                    context.geometry.rank,
                 )
-                self._writer.count_evicted(self._settle_in(space, self._writer))
+                self._writer.count_evicted(self._settle_in(self._space, self._writer))
             self._files.identity = self._environment.identity
             self._reader = Reader(
                 self._tier, self._files, self._environment, self._index, trust, self._writer
@@ -285,15 +288,19 @@ class NvmeStore:
     def stat(self) -> StoreStat:
         """See `BlockStore.stat`."""
         self._check_open()
+        self._environment.check_current()
         self._budget.measure(self._numbers)
         known = set(self._numbers())
         sizes = [size for number, size in self._files.numbers().items() if number in known]
+        written = self._account.written()
         return StoreStat(
             blocks=self._index.count(),
             used_bytes=self._budget.used(sum(sizes)),
             capacity_bytes=self._settings.capacity,
             evicted_blocks=self._writer.evicted if self._writer else 0,
             modes=self._modes(),
+            written_bytes=written.ever,
+            written_today=written.today,
         )
 
     def _numbers(self) -> Collection[int]:
@@ -336,12 +343,14 @@ class NvmeStore:
             if self._settings.writable:
                 self._index.flush()
         except TieredKVError as error:
-            logger.warning("tier %s: not closed cleanly: %s", self._tier, error)
+            logger.warning(
+                "tier %s: not closed cleanly: %s", self._tier, reason_in(self._tier, error)
+            )
         finally:
-            self._files.close()
             self._let_go()
 
     def _let_go(self) -> None:
+        self._files.close()
         if self._presence is not None:
             self._presence.end()
         self._environment.close()

@@ -16,9 +16,18 @@ import secrets
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tiered_kv.errors import FormatError, IdentityError, NoSpace, TieredKVError, TierError
+from tiered_kv.errors import (
+    FormatError,
+    IdentityError,
+    NoSpace,
+    TieredKVError,
+    TierError,
+    reason_in,
+)
 from tiered_kv.index import Environment, Transaction
 from tiered_kv_nvme.directory import INDEX, Marker, Seen, look, make, probe, write_marker
 from tiered_kv_nvme.faults import READ_ONLY, translated
@@ -392,7 +401,9 @@ class Stripes:
             one.retry_at = time.monotonic() + RETRY_SECONDS
         if news:
             logger.warning(
-                "tier %s: a directory is out of use, with what it holds: %s", self._tier, trouble
+                "tier %s: a directory is out of use, with what it holds: %s",
+                self._tier,
+                reason_in(self._tier, trouble),
             )
 
     def try_again(self) -> None:
@@ -425,25 +436,37 @@ class Stripes:
                     "more; put it back, or restart the engine",
                     tier=self._tier,
                 )
+            with translated("use", one.path, self._tier):
+                seen = look(one.path, self._tier)
+            if seen.marker is not None and seen.marker == one.marker:
+                # A disk takes long to fail: not in the transaction that all others wait for.
+                self._try(one.path)
             with environment.write() if environment.writable else environment.read() as txn:
                 self._take_in(one, txn)
         except (OSError, TieredKVError) as error:
             self._put_out(one, str(error))
         if (one.trouble or one.read_only) is None:
             logger.warning(
-                "tier %s: %s works again; it had failed: %s", self._tier, one.path, before
+                "tier %s: %s works again; it had failed: %s",
+                self._tier,
+                one.path,
+                reason_in(self._tier, before),
             )
         else:
             one.retry_at = time.monotonic() + RETRY_SECONDS
 
-    def returned(self) -> set[int]:
-        """Places of directories that came into use since the last call: what the index says of
-        them may not hold."""
-        if not self._returned:
-            return set()
+    @contextmanager
+    def returned(self) -> Iterator[set[int]]:
+        """Places of directories that came into use since the last time: what the index says of them
+        may not hold. They are given again where the block ends with an error."""
         with self._lock:
             returned, self._returned = self._returned, set()
-        return returned
+        try:
+            yield returned
+        except BaseException:
+            with self._lock:
+                self._returned |= returned
+            raise
 
     # ------------------------------------------------------------------------------------- room
 

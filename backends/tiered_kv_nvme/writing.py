@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tiered_kv.contracts import NewBlock, Place
-from tiered_kv.errors import NoSpace, TieredKVError, TierError
-from tiered_kv.index import Row
+from tiered_kv.errors import NoSpace, TieredKVError, TierError, WriteBudgetSpent, reason_in
+from tiered_kv.index import Row, WriteAccount
 from tiered_kv.values import PAGE_BYTES, BlockKey
 from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.faults import translate
 from tiered_kv_nvme.groups import Group, GroupIo
-from tiered_kv_nvme.headers import SegmentLayout, pack_entry, round_up
+from tiered_kv_nvme.headers import ENTRY_BYTES, round_up
 from tiered_kv_nvme.plan import Piece, anonymous, flat, plan
-from tiered_kv_nvme.records import Extent
+from tiered_kv_nvme.records import Extent, pack_entries
+from tiered_kv_nvme.returning import look_after
 from tiered_kv_nvme.room import RoomMaker, give_back
 from tiered_kv_nvme.segments import Leased, SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
@@ -61,6 +62,7 @@ class Writer:
         files: SegmentFiles,
         io: GroupIo,
         budget: Budget,
+        account: WriteAccount,
         rank: int,
     ) -> None:
         self._settings = settings
@@ -69,6 +71,7 @@ class Writer:
         self._files = files
         self._io = io
         self._budget = budget
+        self._account = account
         self._rank = rank
         self._lock = threading.Lock()
         self._uses: dict[int, _Use] = {}
@@ -107,8 +110,8 @@ class Writer:
         self._release_late()
         try:
             places = self._reserve(blocks)
-        except NoSpace:
-            if not self._give_way():
+        except NoSpace as error:
+            if isinstance(error, WriteBudgetSpent) or not self._give_way():
                 raise
             places = self._reserve(blocks)
         with self._lock:
@@ -125,20 +128,7 @@ class Writer:
             NoSpace: the index is full.
             TierError: no directory is in use, or the index does not work.
         """
-        self._stripes.try_again()
-        there = self._files.in_directories(self._stripes.returned())
-        if there:
-            self._files.forget_in(there)
-            with self.space.change() as change:
-                numbers = (segment.number for segment in change.all_segments())
-                gone = [n for n in numbers if n not in there.get(place_of(n), {n: 0})]
-                lost = sum(change.lose(number) for number in gone)
-                if not opening:  # whoever took these blocks for lost finds them again
-                    self.space.index.restart_log(change.txn)
-            if lost:
-                logger.warning("tier %s: %d blocks were lost with their files", self._tier, lost)
-        if not self._stripes.here:
-            raise self._stripes.nothing_left()
+        look_after(self.space, self._tier, opening=opening)
 
     def _reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
         places: list[Place | None] = [None] * len(blocks)
@@ -154,13 +144,17 @@ class Writer:
             maker = RoomMaker(self.space, change, self._budget, self._tier)
             while maker.shrink():  # others put something into the directories
                 pass
-            for size, positions in wanted.items():
+            written = sum((size + ENTRY_BYTES) * len(wanted[size]) for size in wanted)
+            spent = self._account.spent(change.txn, written)
+            for size, positions in wanted.items() if spent is None else ():
                 slot_class = self.space.index.slot_class(change.txn, 0, size)
                 maker.make(slot_class, size, len(positions))
                 extents = change.reserve(slot_class, len(positions))
                 for position, extent in zip(positions, extents, strict=True):
                     places[position] = Place(blocks[position], extent)
         self.count_evicted(maker.evicted)
+        if spent is not None:
+            raise spent
         return places
 
     def _without_what_is_away(
@@ -364,26 +358,13 @@ class Writer:
                     continue
             first = ordered[start][1]
             layout = layouts[first.generation]
-            view = self._entries(ordered[start:end], layout)
+            view = anonymous((end - start) * layout.stride)
+            pack_entries(view, ordered[start:end], self._rank, layout)
             groups.append(
                 Group(fds[first.number], layout.entry_offset(first.slot), (view,), (start,))
             )
             start = end
         self.raise_first(self._io.write_groups(groups), [extent for _, extent in ordered])
-
-    def _entries(self, run: Sequence[tuple[Place, Extent]], layout: SegmentLayout) -> memoryview:
-        view = anonymous(len(run) * layout.stride)
-        for number, (place, extent) in enumerate(run):
-            pack_entry(
-                view,
-                number * layout.stride,
-                place.block.key,
-                self._rank,
-                place.block.checksum,
-                extent.epoch,
-                extent.generation,
-            )
-        return view
 
     def _publish(self, kept: Sequence[tuple[Place, Extent]]) -> None:
         with self.space.change() as change:
@@ -438,7 +419,9 @@ class Writer:
             with self.space.change() as change:
                 change.release(extents)
         except TieredKVError as error:
-            logger.warning("tier %s: room is given back later: %s", self._tier, error)
+            logger.warning(
+                "tier %s: room is given back later: %s", self._tier, reason_in(self._tier, error)
+            )
             with self._lock:
                 self._unreleased.extend(extents)
 

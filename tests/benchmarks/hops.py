@@ -9,6 +9,7 @@ verification of every block's checksum.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -16,13 +17,15 @@ from typing import Any, Self
 
 from tests.benchmarks.harness import Batch, keys_of
 from tiered_kv.checksum import BlockChecksum
+from tiered_kv.complaints import Complaints
 from tiered_kv.contracts import BlockStore, HandlerContext, StoreContext, VerifyAlways
 from tiered_kv.engine import EngineLimits, register_store_handlers
+from tiered_kv.engine.attached import Attached
 from tiered_kv.engine.health import HealthBoard
-from tiered_kv.engine.hops import Complaints, LiveHop
+from tiered_kv.engine.hops import LiveHop
 from tiered_kv.engine.loop import LoopThread
 from tiered_kv.engine.outcome import groups_of
-from tiered_kv.engine.waiting import Patience, Permits
+from tiered_kv.engine.waiting import Patience, Permits, RightOfWay
 from tiered_kv.memory import HostBlockPool
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.routing import CPU_ENDPOINT, Endpoint, Hop
@@ -95,8 +98,13 @@ class Hops:
         register_store_handlers(registry, spec, "bench")
         tier = Endpoint(spec, TIER)
         stores, loads = Hop(CPU_ENDPOINT, tier, "bench"), Hop(tier, CPU_ENDPOINT, "bench")
-        board = HealthBoard((stores, loads), limit=threads, retry_after=1.0, changed=lambda: None)
-        stats, complaints = StatsRecorder("bench"), Complaints()
+        board = HealthBoard(
+            (stores, loads),
+            limit=threads,
+            rules=self.limits.breaker(),
+            changed=lambda: None,
+        )
+        stats, complaints = StatsRecorder("bench"), Complaints(logging.getLogger("bench"))
 
         def live(hop: Hop) -> LiveHop:
             executor = DaemonExecutor(threads, f"bench-{hop.label}")
@@ -112,9 +120,12 @@ class Hops:
                 verification=VerifyAlways(),
                 executor=executor,
                 permits=Permits(threads),
+                way=RightOfWay(1.0),
             )
             context = HandlerContext(geometry_of(batch), self.pool, executor, TIER, store)
-            made.attach(registry.handler(hop.src.spec, hop.dst.spec, context), store)
+            handler = registry.handler(hop.src.spec, hop.dst.spec, context)
+            made.attached = Attached(hop.label, handler, store)
+            board.open(hop)
             return made
 
         self._store_hop, self._load_hop = live(stores), live(loads)
@@ -190,8 +201,8 @@ class Hops:
         async def call(part: tuple[int, ...]) -> HopResult:
             if verified:
                 return await hop.begin(spec(part), WAIT_SECONDS)
-            assert hop.handler is not None
-            return await hop.handler.transfer(spec(part))
+            assert hop.attached is not None
+            return await hop.attached.handler.transfer(spec(part))
 
         async def move(part: tuple[int, ...]) -> HopResult:
             assert await hop.permits.take(Patience())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -119,14 +119,17 @@ class TestBindsAChecksumOfItsOwn(StoreToCpu):
             memory, rank = self._memory, context.geometry.rank
 
             class Anew:
-                begin = staticmethod(memory.begin)
+                begin_all = staticmethod(memory.begin_all)
 
                 @staticmethod
-                def bind(slot: Any, checksum: BlockChecksum) -> bool:
-                    # Spoils the pool itself, of which handlers see a protocol without arrays.
-                    data = memory.as_array(slot.number)[: checksum.length]  # type: ignore[attr-defined]
-                    anew = BlockChecksum.capture(self.keys[slot], rank, memoryview(data))
-                    return memory.bind(slot, anew)
+                def bind_all(slots: Any, checksums: Sequence[BlockChecksum]) -> list[bool]:
+                    anew: list[BlockChecksum] = []
+                    for slot, checksum in zip(slots, checksums, strict=True):
+                        # Spoils the pool itself, of which handlers see a protocol without arrays.
+                        array = memory.as_array(slot.number)  # type: ignore[attr-defined]
+                        data = memoryview(array[: checksum.length])
+                        anew.append(BlockChecksum.capture(self.keys[slot], rank, data))
+                    return memory.bind_all(slots, anew)
 
             # Stands in with the methods that are called, not with the whole protocol.
             self._memory = Anew  # type: ignore[assignment]
@@ -160,9 +163,9 @@ class TestReadsAnySlot(CpuToStore):
 
     class handler(CpuToStoreHandler):
         def _kept(
-            self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, BlockChecksum]
-        ) -> list[int]:
-            return list(written) if spec.commit() else []
+            self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, Place]
+        ) -> Mapping[int, Place]:
+            return written if spec.commit() else {}
 
 
 class TestPublishesWhatWasGivenUp(CpuToStore):
@@ -171,10 +174,10 @@ class TestPublishesWhatWasGivenUp(CpuToStore):
 
     class handler(CpuToStoreHandler):
         def _kept(
-            self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, BlockChecksum]
-        ) -> list[int]:
+            self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, Place]
+        ) -> Mapping[int, Place]:
             spec.commit()
-            return list(written)
+            return written
 
 
 class TestNeverAsks(CpuToStore):
@@ -183,9 +186,9 @@ class TestNeverAsks(CpuToStore):
 
     class handler(CpuToStoreHandler):
         def _kept(
-            self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, BlockChecksum]
-        ) -> list[int]:
-            return list(written)
+            self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, Place]
+        ) -> Mapping[int, Place]:
+            return written
 
 
 class TestLeaksPlacesWhenAStepFails(CpuToStore):

@@ -44,6 +44,7 @@ _SECTIONS: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
     ("placement", "Placement", ()),
     ("placement.admit", "Admit", ()),
     ("limits", "Limits", ()),
+    ("recompute", "Recompute", ()),
     (
         "A tier of type cpu",
         "CpuSettings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -17,8 +18,11 @@ from tiered_kv import config
 from tiered_kv.cli import main
 from tiered_kv.cli.selftest import SelfTest
 from tiered_kv.config import load, schema, shipped, shipped_names
+from tiered_kv.connector import LiveView
 from tiered_kv.connector.assembly import Assembly
+from tiered_kv.connector.live import Answering
 from tiered_kv.plugins import GROUP, Plugins
+from tiered_kv.stats import StatsRecorder
 from tiered_kv.testing.conformance.blocks import BLOCK_BYTES, put
 from tiered_kv.testing.conformance.runs import run_instance
 from tiered_kv.values import CacheGeometry, Fingerprint, GroupGeometry
@@ -104,15 +108,19 @@ def test_commands_in_the_command_line_page(
         "ls",
         "schema",
         "stat",
+        "top",
         "verify",
         "vllm-args",
     }
+    view = LiveView("manager", "", os.getpid(), {}, {}, StatsRecorder("manager").snapshot())
+    answering = Answering("manager", lambda: view)  # for `top`
     for line in commands:
         store_example(tmp_path / "deployment.yaml")
         program, *arguments = shlex.split(line)
         assert program == "tiered-kv"
         assert run(*arguments) == 0, capsys.readouterr().err
         assert capsys.readouterr().out
+    answering.close()
 
 
 EXAMPLE = Fingerprint.of({"architectures": "LlamaForCausalLM", "name": "docs"})

@@ -84,6 +84,20 @@ class Inject:
 
 
 @dataclass(frozen=True, slots=True)
+class FillDisk:
+    """Take all the space that is left on a file's disk, as another tenant of it may."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Delete a file or a directory, whoever uses it."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Restart:
     """End the engine, and start another one for the client that is left.
 
@@ -114,6 +128,8 @@ Action = (
     | Settle
     | ReadMetrics
     | Inject
+    | FillDisk
+    | Remove
     | Restart
     | StartRefused
     | Kill

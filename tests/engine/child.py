@@ -7,6 +7,7 @@ those before a crash or a kill are kept.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,15 +16,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.disks import fill
 from tests.engine.actions import (
     Action,
     EngineOptions,
+    FillDisk,
     Generate,
     Inject,
     Kill,
     Metrics,
     Output,
     ReadMetrics,
+    Remove,
     ResetPrefixCache,
     Restart,
     Sample,
@@ -72,6 +76,14 @@ def perform(llm: Any, action: Action, results: TextIO) -> Any:
             tell_metrics(read_metrics(llm), results, action.name)
         case Inject():
             write_plan(Path(action.file), action.plan)
+        case FillDisk():
+            fill(Path(action.file))
+        case Remove():
+            path = Path(action.path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         case Restart():
             end(llm, results)
             return build(action.options)

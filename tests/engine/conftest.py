@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.disks import loop_disk
 from tests.engine.actions import EngineRun
 from tests.engine.commands import Result
 from tests.engine.harness import EngineRunner, ServerRunner
@@ -87,6 +89,15 @@ def separate(lives: Lives, served: ServerRun) -> EngineRun:
     """See `Lives.separate`."""
     assert not served.left
     return lives.separate()
+
+
+@pytest.fixture(scope="session")
+def troubled(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """See `Lives.troubled`."""
+    if os.geteuid():
+        pytest.skip("a disk of its own needs root")
+    with loop_disk(tmp_path_factory.mktemp("disk"), 160) as disk:
+        return lives.troubled(disk.folder)
 
 
 @pytest.fixture(scope="session")

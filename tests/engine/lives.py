@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.engine.actions import (
     Action,
     EngineOptions,
     EngineRun,
+    FillDisk,
     Generate,
     Inject,
     Kill,
     Metrics,
     Output,
     ReadMetrics,
+    Remove,
     ResetPrefixCache,
     Restart,
     Settle,
@@ -66,6 +68,13 @@ SEPARATE = (prompt(10), prompt(11, 700))
 LOST_IN_PROCESS = tuple(prompt(seed) for seed in (12, 13, 14))
 LOST_BY_SERVER = tuple(prompt(seed) for seed in (15, 16, 17))
 NOT_WRITTEN = (prompt(18), prompt(19))
+TROUBLED = (prompt(20), prompt(21, 700))
+NO_ROOM = (prompt(22), prompt(23))
+ROOM = (prompt(24), prompt(25, 700))
+AFTERWARDS = (prompt(26), prompt(27, 700))
+CROWD = tuple((*prompt(20, 960), *prompt(100 + number, 40)) for number in range(8))
+"""Share the beginning of `TROUBLED[0]`."""
+TROUBLE = (*TROUBLED, *NO_ROOM, *ROOM, *AFTERWARDS, *CROWD)
 STOCK = tuple(
     tuple((17 * i + seed) % 256 + 3 for i in range(length)) for seed, length in ((1, 200), (2, 333))
 )
@@ -85,6 +94,12 @@ LIMITS = {"retry_backoff": "1s", "lookup_wait": "2s", "load_deadline": "20s"}
 
 RETRY = Sleep(2.0)
 """After this a tier that failed is tried again."""
+
+NOTICED_SECONDS = 5.0
+"""By then it is known that a tier's directory is gone."""
+
+ANEW_SECONDS = 10.0
+"""By then it was made anew."""
 
 WARM_ENGINE = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048")
 
@@ -296,6 +311,38 @@ class Lives:
         file.write_text(json.dumps(settings))
         return file
 
+    def troubled(self, disk: Path) -> EngineRun:
+        """A tier that hangs, a disk that others fill, a directory that is deleted; it ends while
+        the calls still hang.
+
+        `disk` is a small file system that nobody else uses.
+        """
+        ssd = disk / "ssd"
+        tiers = [nvme(disk, capacity="64MiB"), faulty(self.store, path=str(disk / "faulty"))]
+        limits = LIMITS | {"load_deadline": "1s", "drain": "2s"}
+        config = deployment(self.store, tiers, limits=limits, recompute={"gate": "off"})
+        filler = str(disk / "filler")
+        hang = FaultPlan(faults=(Fault(method=Method.READ, effect=Effect.HANG),))
+        return self.run_engine(
+            options(self.model, config),
+            *(self._inject(), Settle(), ask(TROUBLED, name="cold"), Settle()),
+            # Others take the whole disk, and give it back.
+            *(FillDisk(filler), ask(NO_ROOM, name="no room"), Settle(), ResetPrefixCache()),
+            *(ask(TROUBLED, "ssd", name="full: ssd"), ReadMetrics("full"), Remove(filler), RETRY),
+            *(ask(ROOM, name="room"), Settle(), ResetPrefixCache()),
+            *(ask(ROOM, "ssd", name="room: ssd"), ReadMetrics("room")),
+            # The directory goes; it is made anew, and used again.
+            *(Remove(str(ssd)), Sleep(NOTICED_SECONDS)),
+            *(ResetPrefixCache(), ask(TROUBLED, "ssd", name="removed: ssd"), Sleep(ANEW_SECONDS)),
+            *(Settle(), ask(AFTERWARDS, name="afterwards"), Settle(), ResetPrefixCache()),
+            *(ask(AFTERWARDS, "ssd", name="afterwards: ssd"), ReadMetrics("anew")),
+            # A tier hangs for ever; many ask for the same prefix at once.
+            *(self._inject(hang), ResetPrefixCache(), _together(CROWD, "bad", name="hung")),
+            *(ReadMetrics("hung"), ask(CROWD[:3], "bad", name="hung: later"), ResetPrefixCache()),
+            ask(AFTERWARDS, "ssd", name="hung: ssd"),
+            pythonpath=PYTHONPATH,
+        )
+
     def last(self, hybrid: Path, smollm2: Path) -> EngineRun:
         """What the others left, the same prompts without tiers, and other models."""
         config = deployment(self.store, [nvme(self.store), lmdb(self.store)], limits=LIMITS)
@@ -321,6 +368,7 @@ class Lives:
             *(Restart(EngineOptions(self.model)), stock, _named(stock, "own cache")),
             *(ReadMetrics("own cache"), ResetPrefixCache(), _named(stock, "after reset")),
             ask(everything, name="plain"),
+            ask(TROUBLE, name="plain: trouble"),
             # Several KV groups, several engine blocks in a block
             *(Restart(EngineOptions(hybrid)), ask(STORED, name="groups: plain")),
             *(Restart(options(hybrid, groups)), ask(STORED, name="groups: cold"), Settle()),
@@ -345,6 +393,12 @@ class Lives:
             *(Restart(ranks), Settle(), ask(STORED, "ssd", name="restarted")),
             env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         )
+
+
+def _together(prompts: tuple[tuple[int, ...], ...], *tiers: str, name: str) -> Generate:
+    """Like `ask`, all at once."""
+    one = ask(prompts, *tiers, name=name)
+    return replace(one, together=True)
 
 
 def _named(asked: Generate, name: str) -> Generate:

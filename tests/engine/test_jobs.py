@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
 
-from tiered_kv.connector import FailedBlock, WorkerReport
+from tiered_kv.connector import Border, FailedBlock, LoadPlan, Orders, WorkerReport
 from tiered_kv.specs import (
     CpuSpec,
     GpuBlock,
@@ -21,14 +21,18 @@ from tiered_kv.specs import (
     StoreJob,
     StoreTargets,
 )
+from tiered_kv.stats import StatsRecorder
 from tiered_kv.values import BlockKey, BlockStatus, JobId, JobKind
 from tiered_kv.vllm.jobs import (
+    TieredMetadata,
     TieredWorkerMetadata,
     gpu_spec,
     to_connector_metadata,
     worker_metadata,
 )
 from tiered_kv.vllm.spec import LoadSource, StoreDestination
+
+BORDER = Border(StatsRecorder("test"))
 
 
 def key(number: int, group: int = 0) -> BlockKey:
@@ -63,20 +67,25 @@ def test_a_step_is_translated() -> None:
     parts = Parts((Part(CpuSpec((SlotRef(3, 1),)), (0,)),))
     targets = StoreTargets(CpuSpec((SlotRef(4, 1),)))
     gpu = GPULoadStoreSpec([7], [1], [0])
-    metadata = OffloadingConnectorMetadata(
-        load_jobs={1: TransferJob("r", LoadSource((key(1),), parts), gpu)},
+    orders = Orders(epoch=b"new")
+    metadata = TieredMetadata(
+        load_jobs={1: TransferJob("r", LoadSource((key(1),), LoadPlan(parts, 0.5)), gpu)},
         store_jobs={2: TransferJob("s", gpu, StoreDestination((key(2),), targets))},
         jobs_to_flush={2},
+        orders=orders,
     )
-    jobs = to_connector_metadata(metadata, {0: 0}, chunk=1)
+    jobs = to_connector_metadata(metadata, {0: 0}, chunk=1, border=BORDER)
     block = gpu_spec(gpu, [key(1)], {0: 0}, chunk=1)
-    assert jobs.loads == (LoadJob(JobId(1), "r", (key(1),), parts, block),)
+    assert jobs.loads == (LoadJob(JobId(1), "r", (key(1),), parts, block, 0.5),)
     assert jobs.stores == (StoreJob(JobId(2), "s", (key(2),), block, targets),)
     assert jobs.flush == {2}
+    assert jobs.orders == orders
 
 
 def test_an_empty_step_is_translated() -> None:
-    jobs = to_connector_metadata(OffloadingConnectorMetadata({}, {}), {0: 0}, chunk=1)
+    jobs = to_connector_metadata(
+        OffloadingConnectorMetadata({}, {}), {0: 0}, chunk=1, border=BORDER
+    )
     assert (jobs.loads, jobs.stores, jobs.flush) == ((), (), frozenset())
 
 
@@ -101,3 +110,16 @@ def test_the_news_of_all_ranks_is_kept_whoever_comes_first(first: int) -> None:
 
 def test_no_news_is_no_metadata() -> None:
     assert worker_metadata([], None) is None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_timed_step_comes_back_also_without_news(first: int) -> None:
+    sent = TieredMetadata({}, {}, step=7)
+    told = [worker_metadata([], None, sent.step) for _ in range(2)]
+    one, other = told[first], told[1 - first]
+    assert one is not None
+    assert other is not None
+    both = one.aggregate(other)
+    assert isinstance(both, TieredWorkerMetadata)
+    assert both.step == 7
+    assert not both.report

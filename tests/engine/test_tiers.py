@@ -79,6 +79,16 @@ def test_blocks_stored_before_an_idle_time_survive_sigkill_of_several_processes(
     assert loaded_bytes(last.at["start"], last.at["ssd"], "ssd") > 1_000_000
 
 
+def test_the_engines_prefill_rate_is_measured(in_process: EngineRun, separate: EngineRun) -> None:
+    """In one process, and in several, where steps overlap."""
+    for run in (in_process, separate):
+        rate = run.metrics.total("vllm:tiered_kv_prefill_tokens_per_second", gate="off")
+        # A request's first token comes after its prompt's step, and whatever else took time.
+        seen = [700 / output.first_token_latency for output in run.answers["cold"]]
+        print(f"{rate:.0f} tokens/s; cold prompts had at least {min(seen):.0f}")
+        assert rate > min(seen) / 10
+
+
 def test_several_kv_groups_and_engine_blocks_per_block(last: EngineRun) -> None:
     for tier in ("host", "ssd"):
         # Whole blocks of 4 engine blocks of 32 tokens.
@@ -129,7 +139,7 @@ def test_every_job_is_submitted_by_the_engine_neutral_connector(separate: Engine
     submitted = re.findall(r"(\S+): (load|store) job \d+ submitted", separate.log)
     print(f"{len(submitted)} jobs submitted")
     assert {kind for _, kind in submitted} == {"load", "store"}
-    assert {file.partition("tiered_kv/")[2] for file, _ in submitted} == {"connector/worker.py"}
+    assert {file.partition("tiered_kv/")[2] for file, _ in submitted} == {"connector/submission.py"}
 
 
 def test_a_load_that_would_end_requests_is_refused_at_start(last: EngineRun) -> None:

@@ -21,9 +21,12 @@ def prompt(seed: int, length: int = 1000) -> tuple[int, ...]:
 
 
 def deployment(folder: Path, tiers: Sequence[Mapping[str, Any]], **settings: Any) -> Path:
-    """Write a deployment's YAML; blocks are single engine blocks unless `chunk` says otherwise."""
+    """Write a deployment's YAML; blocks are single engine blocks unless `chunk` says otherwise, and
+    what is found is loaded, though the tiny model may compute it faster."""
     file = folder / f"deployment-{len(list(folder.glob('deployment-*')))}.yaml"
-    file.write_text(yaml.safe_dump({"chunk": 1, **settings, "tiers": list(tiers)}))
+    file.write_text(
+        yaml.safe_dump({"chunk": 1, "recompute": {"gate": "off"}, **settings, "tiers": list(tiers)})
+    )
     return file
 
 

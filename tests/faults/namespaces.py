@@ -14,20 +14,25 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 100.0
 
 
+def unshared() -> list[str]:
+    """The words before a command that may mount what it likes. Skips where that cannot be done."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    words = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
+    if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")  # as in most unprivileged containers
+    return words
+
+
 def run_mounted(module: str, *arguments: str, image: bool) -> str:
     """Run `python -m MODULE ARGUMENTS`, and give what it printed; it must end well. `image`: it
     makes file systems in files, which takes root. Skips the test where that cannot be done."""
-    root = os.geteuid() == 0
-    if shutil.which("unshare") is None or (image and not root):
-        # A full or broken file system can only be had as one of its own.
-        pytest.skip("needs unshare, and root for a loop mount")
-    if image and shutil.which("mkfs.ext4") is None:
-        pytest.skip("needs mkfs.ext4")  # on Debian not in the path of all users
-    unshare = ["unshare", "-m"] if root else ["unshare", "-Urm"]
-    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")  # as in most unprivileged containers
+    if image and (os.geteuid() != 0 or shutil.which("mkfs.ext4") is None):
+        # A full or broken file system can only be had as one of its own; and on Debian mkfs.ext4 is
+        # not in the path of all users.
+        pytest.skip("needs root for a loop mount, and mkfs.ext4")
     done = subprocess.run(
-        [*unshare, sys.executable, "-m", module, *arguments],
+        [*unshared(), sys.executable, "-m", module, *arguments],
         check=False,
         capture_output=True,
         text=True,

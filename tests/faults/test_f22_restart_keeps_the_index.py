@@ -32,7 +32,9 @@ def delete_data(path: Path) -> None:
 
 def damage_index(path: Path) -> None:
     data = path / "index" / "data.mdb"
-    data.write_bytes(random.Random(1).randbytes(data.stat().st_size))
+    before = data.stat()
+    while data.stat().st_mtime_ns == before.st_mtime_ns:  # files' times are those of clock ticks
+        data.write_bytes(random.Random(1).randbytes(before.st_size))
 
 
 def cut_index(path: Path) -> None:

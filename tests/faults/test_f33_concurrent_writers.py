@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import closing
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -68,6 +69,8 @@ def test_f33_processes_that_store_the_same_keys_at_once(kind: Kind, tmp_path: Pa
         child.join(LATE_SECONDS)
     assert [child.exitcode for child in children] == [0] * PROCESSES
     given = sum(counts.get(timeout=LATE_SECONDS) for _ in children)
+    with closing(kind.look_after(arguments.with_(writable=False))) as maintenance:
+        left = maintenance.reconcile(repair=False).found
     store = kind.open(arguments)
     found = list(store.scan())
     print(
@@ -75,6 +78,7 @@ def test_f33_processes_that_store_the_same_keys_at_once(kind: Kind, tmp_path: Pa
         f"{len(found)} blocks are there"
     )
     assert given == PROCESSES * KEYS
+    assert left == {}, "room of those who came later is neither free nor anybody's"
     assert store.stat().blocks == len(found) == len(set(found)) == KEYS
     assert_held(store, range(KEYS), length=LENGTH)
     store.close()

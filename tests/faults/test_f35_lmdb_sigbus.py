@@ -134,3 +134,11 @@ def test_f35_a_disk_that_others_fill_up(tmp_path: Path, writemap: str) -> None:
     module, megabytes = "tests.faults.lmdb_full_disk", "36"
     told = run_mounted(module, str(point), megabytes, writemap, image=True)
     assert "batches stored" in told
+
+
+@pytest.mark.faults
+def test_f35_tiers_that_are_made_on_a_full_disk(tmp_path: Path) -> None:
+    point = tmp_path / "disk"
+    point.mkdir()
+    told = run_mounted("tests.faults.lmdb_full_disk", str(point), "48", "new", image=True)
+    assert "tiers made on a full disk" in told

@@ -20,6 +20,7 @@ from tests.faults.loading import KINDS, Kind
 from tests.unit.test_manager import Bench, bench
 from tiered_kv.connector import Adapters, WorkerReport
 from tiered_kv.contracts import BlockStore
+from tiered_kv.errors import IdentityError
 from tiered_kv.testing.conformance.blocks import StoreArguments, assert_held, get, keys, put
 from tiered_kv.values import BlockKey, BlockStatus, Namespace
 from tiered_kv.vllm.connector import TieredKVConnector
@@ -171,6 +172,7 @@ def named(request: str, lora: LoRARequest | None) -> Request:
             kv_transfer_params=None,
             lora_request=lora,
             block_hashes=hashes,
+            num_tokens=BLOCKS * BLOCK_TOKENS,
             skip_reading_prefix_cache=False,
         ),
     )
@@ -218,6 +220,17 @@ def test_f42_an_adapter_reloaded_under_its_name_hits_no_old_block(tmp_path: Path
     assert len(disk.known) == 4 * BLOCKS
     for process in (before, neighbour, after):
         process.close()
+
+
+def test_f42_an_adapter_lies_where_vllm_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_adapter(tmp_path / "lora", "first")
+    assert adapter_identity("~/lora") == adapter_identity(str(tmp_path / "lora"))
+    for nowhere in ("~/other", str(tmp_path / "other"), "a/b/c", "nobody/nothing"):
+        with pytest.raises(IdentityError, match="neither a directory"):
+            adapter_identity(nowhere)
 
 
 def test_f42_an_adapter_without_identity_stays_in_the_host_tier_and_is_not_reloaded_unnoticed(

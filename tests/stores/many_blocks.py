@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stores.lmdb_parts import open_lmdb
-from tests.stores.nvme_parts import open_nvme
+from tests.stores.lmdb_parts import look_after_lmdb, open_lmdb
+from tests.stores.nvme_parts import look_after_nvme, open_nvme
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import BlockStore
+from tiered_kv.contracts import BlockStore, StoreMaintenance
 from tiered_kv.index import BlockIndex, Environment, Row
 from tiered_kv.testing.conformance.blocks import StoreArguments
 from tiered_kv.values import BlockKey, ChecksumKind
@@ -38,6 +38,7 @@ class Kind:
 
     name: str
     open: Callable[[StoreArguments], BlockStore]
+    look_after: Callable[[StoreArguments], StoreMaintenance]
     folder: str
     """Where its index lies in the tier's directory."""
 
@@ -45,7 +46,10 @@ class Kind:
         return self.name
 
 
-KINDS = (Kind("nvme", open_nvme, "index"), Kind("lmdb", open_lmdb, ""))
+KINDS = (
+    Kind("nvme", open_nvme, look_after_nvme, "index"),
+    Kind("lmdb", open_lmdb, look_after_lmdb, ""),
+)
 
 
 def index_data(kind: Kind, path: Path) -> Path:

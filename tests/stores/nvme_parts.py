@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,15 @@ def look_after_striped(arguments: StoreArguments) -> StoreMaintenance:
 
 def segment_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("segment-*") if SEGMENT.fullmatch(file.name))
+
+
+def open_below(path: Path, name: str = "") -> list[str]:
+    """The files below a directory that this process has open, of those whose names begin so."""
+    found: list[str] = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(link))
+    return [file for file in found if file.startswith(f"{path}/{name}")]
 
 
 def slot(length: int, fill: int = 0) -> memoryview:

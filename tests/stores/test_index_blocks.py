@@ -69,6 +69,18 @@ def damage(environment: Environment, database: str, name: bytes) -> None:
 # ----------------------------------------------------------------------------------------- rows
 
 
+def test_the_keys_that_have_a_sound_row_of_this_rank_are_told(environment: Environment) -> None:
+    ranks = [make_index(environment, rank=rank, world_size=2) for rank in range(2)]
+    publish(environment, ranks[0], 1, 2, 3)
+    publish(environment, ranks[1], 3, 4, rank=1)
+    damage(environment, "rows", ranks[0].full_keys([key(2)])[0] + b"\0\0")
+    with environment.read() as txn:
+        asked = keys([4, 3, 2, 1, 0, 3])
+        assert ranks[0].with_row(txn, asked) == set(keys([1, 3]))
+        assert ranks[1].with_row(txn, asked) == set(keys([3, 4]))
+        assert ranks[1].with_row(txn, []) == set()
+
+
 def test_rows_come_back(environment: Environment) -> None:
     index = make_index(environment)
     assert publish(environment, index, 1, 2, 3) == []

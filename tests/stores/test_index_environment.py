@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import lmdb
@@ -19,8 +21,9 @@ from tiered_kv.errors import (
     IdentityError,
     NoSpace,
     TierError,
+    TierGone,
 )
-from tiered_kv.index import Emptied, Environment, Owner, directory
+from tiered_kv.index import Emptied, Environment, Owner, Owners, directory, vetting
 from tiered_kv.index.environment import Durability
 from tiered_kv.values import FORMAT_VERSION
 
@@ -160,6 +163,68 @@ def test_each_durability_opens_and_writes(tmp_path: Path, durability: Durability
     environment.sync()
     assert environment.modes()["durability"] == durability
     environment.close()
+
+
+def test_a_child_that_was_forked_while_it_was_opened_or_closed_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork of another thread may come at any moment, and its child live long."""
+    children: list[int] = []
+    forks = iter(range(2))
+
+    def fork(*_: object) -> None:
+        if next(forks, None) is not None:
+            child = os.fork()
+            if child == 0:
+                try:
+                    while True:
+                        signal.pause()
+                finally:
+                    os._exit(1)
+            children.append(child)
+
+    real = vetting._map_bytes
+
+    def map_bytes(path: Path, tier: str, most: int, own: Collection[str]) -> int:
+        fork()
+        return real(path, tier, most, own)
+
+    monkeypatch.setattr(vetting, "_map_bytes", map_bytes)
+    monkeypatch.setattr("tiered_kv.index.environment._OPEN_SECONDS", 0.5)
+    try:
+        opened = Environment.open(
+            tmp_path,
+            kind="lmdb",
+            tier="pins",
+            max_bytes=4 * MIB,
+            writable=True,
+            on_clean=fork,
+        )
+        with opened.write() as txn:
+            txn.put(b"1", b"1")
+        opened.close()
+        assert len(children) == 2
+        again = open_environment(tmp_path)
+        again.close()
+        assert json.loads((tmp_path / directory.MARKER).read_text())["clean"] is True
+        open_environment(tmp_path, writable=False).close()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_forked_child_leaves_its_parent_the_lock(tmp_path: Path) -> None:
+    environment = open_environment(tmp_path)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    users = os.open(tmp_path / directory.USERS, os.O_RDWR)
+    assert not directory.try_lock(users, fcntl.LOCK_EX)
+    environment.close()
+    assert directory.try_lock(users, fcntl.LOCK_EX)
+    os.close(users)
 
 
 def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
@@ -594,3 +659,67 @@ def test_owners_are_told_dead_from_alive() -> None:
     assert not Owner(me.boot, elsewhere, child.pid, 1, me.since - 3600).alive()
     with pytest.raises(ValueError, match="bytes"):
         Owner.unpack(b"short")
+
+
+def test_a_directory_that_was_deleted_is_not_shared_with_the_one_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems may give the number of a deleted directory to the next one that is made."""
+    path = tmp_path / "index"
+    fill(path, 10)
+    old = open_environment(path)
+    shutil.rmtree(path)
+    with pytest.raises(TierGone, match="was removed or replaced"):
+        old.check_current()
+    assert entries(old) == 10
+    path.mkdir(mode=0o700)
+    number = path.stat().st_dev, path.stat().st_ino
+    monkeypatch.setattr(old, "_key", number)
+    monkeypatch.setitem(Environment._open, number, old)
+    new = open_environment(path)
+    assert new is not old
+    assert entries(new) == 0
+    old.close()
+    marker = path / directory.MARKER
+    assert not json.loads(marker.read_text())["clean"], "it is in use"
+    assert open_environment(path) is new
+    new.close()
+    new.close()
+    assert json.loads(marker.read_text())["clean"]
+
+
+def test_an_empty_mount_point_is_not_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this process had open on another file system is not made anew below it."""
+    path = tmp_path / "disk" / "index"
+    fill(path)
+    monkeypatch.setitem(Environment._devices, path, path.stat().st_dev + 1)
+    again = open_environment(path)  # what is there is used, wherever it lies now
+    again.close()
+    monkeypatch.setitem(Environment._devices, path, path.stat().st_dev + 1)
+    shutil.rmtree(path)
+    with pytest.raises(TierError, match="mount its disk"):
+        open_environment(path)
+    assert not path.exists()
+
+
+def test_who_has_a_tier_open_is_told_and_what_is_no_record_is_passed_over(tmp_path: Path) -> None:
+    environment = open_environment(tmp_path)
+    owners = Owners(environment.database("owners"))
+    me = Owner.current()
+    dead = Owner(bytes(16), me.pid_namespace, me.pid, me.started, me.since)
+    with environment.write() as txn:
+        owners.register(txn, b"mine", b"a space!")
+        owners.register(txn, b"also mine", b"another!")
+        txn.put(b"theirs", dead.pack() + b"deserted", db=owners.database)
+        for length in (0, 1, Owner.PACKED_BYTES, Owner.PACKED_BYTES + 7, Owner.PACKED_BYTES + 9):
+            damaged = (me.pack() + b"deserted?")[:length]
+            txn.put(b"damaged %d" % length, damaged, db=owners.database)
+        assert owners.live_namespaces(txn) == {b"a space!", b"another!"}
+        assert owners.dead(txn) == [b"theirs"]
+        owners.forget(txn, b"mine")
+        owners.forget(txn, b"theirs")
+        assert owners.live_namespaces(txn) == {b"another!"}
+        assert owners.dead(txn) == []
+    environment.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
-import select
+import resource
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -101,6 +103,40 @@ def test_a_child_that_ends_half_way_is_gone_on_for(
     assert children == [NAMESPACE.id]
 
 
+def test_a_child_that_stops_sending_and_does_not_end_is_gone_on_for(
+    environment: Environment,
+    children: list[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine = odd_keys(9)
+    index = fill(environment, NAMESPACE, mine)
+    monkeypatch.setattr(listing, "_END_SECONDS", 0.1)
+    stand_in(tmp_path, monkeypatch, "exec >&-; exec sleep 600")
+    assert list(index.scan()) == sorted(mine)
+    assert "listed in this process: the child process ended with None" in caplog.text
+    assert children == [NAMESPACE.id]
+
+
+def test_a_child_is_heard_by_a_process_with_many_open_files(
+    environment: Environment, children: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = odd_keys(10)
+    index = fill(environment, NAMESPACE, mine)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 2_048:
+        pytest.skip(f"at most {hard} files may be open here")
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2_048, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1_100):
+            stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+        assert list(index.scan()) == sorted(mine)
+    assert caplog.text == ""
+    assert children == [NAMESPACE.id]
+
+
 def test_where_no_child_can_be_started_the_scan_is_here(
     environment: Environment,
     children: list[bytes],
@@ -135,17 +171,14 @@ def test_until_the_child_begins_the_scan_is_here(
     mine = odd_keys(7)
     index = fill(environment, NAMESPACE, mine)
     monkeypatch.setattr(blocks, "_SCAN_RECORDS", 100)
-    real = select.select
+    real = listing._has_begun
     told: list[bool] = []
 
-    def few_times_not_ready(
-        watched: Sequence[IO[bytes]], *_: object
-    ) -> tuple[Sequence[IO[bytes]], list[object], list[object]]:
-        told.append(len(told) >= 5)
-        ready = real(watched, [], [], LATE_SECONDS)[0] if told[-1] else []
-        return ready, [], []
+    def few_times_not(pipe: IO[bytes]) -> bool:
+        told.append(len(told) >= 5 and real(pipe))
+        return told[-1]
 
-    monkeypatch.setattr(select, "select", few_times_not_ready)
+    monkeypatch.setattr(listing, "_has_begun", few_times_not)
     assert list(index.scan()) == sorted(mine)
     assert told == [False] * 5 + [True]
     assert children == [NAMESPACE.id]

@@ -136,3 +136,22 @@ def test_threads_wait_for_each_other_and_a_thread_not_for_itself(tmp_path: Path)
     turn.close()
     with pytest.raises(TierError, match="closed"):
         turn.take(0.0)
+
+
+def test_a_forked_child_closes_its_door_whoever_was_waiting_at_the_fork(tmp_path: Path) -> None:
+    turn = Turn(tmp_path, "pins")
+    with turn.taken(0.0):
+        pass
+    waiting = getattr(turn._closed, "_cond")  # noqa: B009 - what a waiting thread has for moments
+    with waiting:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            try:
+                turn.close()
+            finally:
+                os._exit(0 if turn._fd < 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with turn.taken(0.0):
+        pass
+    turn.close()

@@ -34,6 +34,7 @@ from tiered_kv.testing.conformance.stores import StoreCase
 from tiered_kv.testing.conformance.stores.case import OpenStore, StoreFixtures
 from tiered_kv.values import BlockStatus, Medium
 from tiered_kv_lmdb import LmdbSpec, backend
+from tiered_kv_lmdb.store import LmdbStore
 
 MIB = 2**20
 
@@ -58,6 +59,18 @@ class TestLmdbStore(StoreFixtures):
     @pytest.fixture
     def case(self) -> StoreCase:
         return LMDB
+
+    # -------------------------------------------------------------------------------------- turns
+
+    def test_a_load_that_hangs_does_not_keep_others_waiting(self, open_store: OpenStore) -> None:
+        store = open_store()
+        assert isinstance(store, LmdbStore)
+        put(store, [1, 2, 3])
+        with store._turn:  # of a load that never comes back
+            assert {r.result.status for r in get(store, [1, 2, 3])} == {BlockStatus.OK}
+            assert store._turn.locked(), "the turn of another load was given away"
+        assert_held(store, [1, 2, 3])
+        assert not store._turn.locked()
 
     # --------------------------------------------------------------------- damage behind its back
 

@@ -23,7 +23,7 @@ from tests.stores.nvme_parts import MIB, open_nvme, segment_files, slot
 from tests.stores.nvme_parts import settings as nvme_settings
 from tiered_kv.contracts import BlockStore
 from tiered_kv.errors import FormatError, IdentityError, NoSpace, RefuseToStart, TierError
-from tiered_kv.index import BlockIndex, Environment
+from tiered_kv.index import BlockIndex, Environment, WriteAccount
 from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
     StoreArguments,
@@ -453,7 +453,8 @@ def test_room_of_a_write_that_was_given_up_is_free_when_it_has_ended(
     space = Space(environment, index, files, arguments.namespace.id)
     io = HeldIo(stripes.alignment)
     budget = Budget(settings, stripes, least_slot=BLOCK_BYTES, largest_slot=BLOCK_BYTES)
-    writer = Writer(settings, space, files, io, budget, 0)
+    account = WriteAccount(environment, "ssd", 0)
+    writer = Writer(settings, space, files, io, budget, account, 0)
     try:
         places = [place for place in writer.reserve([new_block(50)]) if place is not None]
         memory = [aligned_copy(content(50))]

@@ -35,7 +35,9 @@ from tiered_kv.testing.conformance.children import start
 from tiered_kv.values import PAGE_BYTES, BlockStatus
 from tiered_kv_nvme import backend
 from tiered_kv_nvme.headers import SegmentHeader
+from tiered_kv_nvme.reconcile import Reconciler
 from tiered_kv_nvme.records import Extent, Segment
+from tiered_kv_nvme.space import Change
 
 MIB = 2**20
 
@@ -464,6 +466,27 @@ def test_beside_a_running_store_nothing_of_its_own_is_taken(arguments: StoreArgu
     assert_held(store, recent)
     assert {r.result.status for r in get(store, published[:8])} == {BlockStatus.MISSING}
     store.close()
+
+
+def test_no_transaction_lasts_while_all_segments_are_looked_at(
+    arguments: StoreArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it does, no page that engines free is used again."""
+    fill(arguments, 0, 100)
+    looks: list[tuple[Change, int]] = []
+    real = Reconciler._wrong_slots
+
+    def wrong_slots(self: Reconciler, change: Change, number: int) -> dict[str, int]:
+        looks.append((change, number))
+        return real(self, change, number)
+
+    monkeypatch.setattr(Reconciler, "_wrong_slots", wrong_slots)
+    with maintenance(arguments) as opened:
+        assert opened.reconcile(repair=True).found == {}
+    segments = {number for _, number in looks}
+    print(f"{len(segments)} segments were looked at")
+    assert len(segments) > 1
+    assert len({id(change) for change, _ in looks}) == len(segments)
 
 
 def test_what_is_closed_is_refused(arguments: StoreArguments) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.stores.nvme_parts import open_nvme, segment_files
+from tests.stores.nvme_parts import open_below, open_nvme, segment_files
 from tiered_kv.contracts import BlockStore
 from tiered_kv.errors import TierError
 from tiered_kv.index import Transaction, Trust
@@ -35,7 +38,9 @@ from tiered_kv.testing.conformance.blocks import (
 )
 from tiered_kv.values import PAGE_BYTES, BlockStatus, Fingerprint, Namespace
 from tiered_kv_nvme import space as space_module
+from tiered_kv_nvme import store as store_module
 from tiered_kv_nvme.headers import SegmentHeader, SegmentLayout, SlotEntry
+from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.tables import read_entries
 
 
@@ -379,6 +384,71 @@ def test_a_rebuild_that_is_cut_short_is_done_again(
     store = open_nvme(arguments)
     assert_held(store, range(16))
     store.close()
+
+
+def test_whoever_opens_meanwhile_waits_until_it_is_made(
+    arguments: StoreArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than anybody waits for a transaction, and all ranks come at once."""
+    with closing(open_nvme(arguments)) as store:
+        put(store, range(16))
+    lose_index(arguments.path)
+    monkeypatch.setattr("tiered_kv.index.environment._WRITE_SECONDS", 0.05)
+    real = Trust.finish
+    making, second_ended = threading.Event(), threading.Event()
+
+    def finish(self: Trust, txn: Transaction, newest: int) -> None:
+        making.set()
+        second_ended.wait(1.0)  # it should not: in twenty times what anybody waits
+        real(self, txn, newest)
+
+    monkeypatch.setattr(Trust, "finish", finish)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(open_nvme, arguments)
+        assert making.wait(20.0)
+        second = threads.submit(open_nvme, arguments)
+        second.add_done_callback(lambda _: second_ended.set())
+        stores = [one.result(60.0) for one in (first, second)]
+    for store in stores:
+        assert_held(store, range(16))
+        store.close()
+
+
+def test_nobody_is_left_with_open_files_where_it_cannot_be_opened(
+    arguments: StoreArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_nvme(arguments)) as store:
+        put(store, range(16))
+    lose_index(arguments.path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise TierError("it does not work", tier="ssd")
+
+    monkeypatch.setattr(store_module, "engine_for", fail)
+    with pytest.raises(TierError, match="does not work"):
+        open_nvme(arguments)
+    assert open_below(arguments.path) == []
+    monkeypatch.undo()
+    with closing(open_nvme(arguments)) as store:
+        assert_held(store, range(16))
+
+
+def test_a_file_that_vanishes_meanwhile_is_an_error_of_the_tier(
+    arguments: StoreArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_nvme(arguments)) as store:
+        put(store, range(16))
+    lose_index(arguments.path)
+    real = SegmentFiles.header
+
+    def header(self: SegmentFiles, number: int) -> SegmentHeader | None:
+        found = real(self, number)
+        self.path(number).unlink()
+        return found
+
+    monkeypatch.setattr(SegmentFiles, "header", header)
+    with pytest.raises(TierError, match=r"cannot look at .*segment-000000: No such file"):
+        open_nvme(arguments)
 
 
 def test_nothing_is_made_again_while_the_index_is_there(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tests.stores.nvme_parts import (
     MIB,
     look_after_nvme,
     look_after_striped,
+    open_below,
     open_nvme,
     open_striped,
     random_block,
@@ -26,7 +27,8 @@ from tests.stores.nvme_parts import (
 from tests.stores.nvme_parts import settings as nvme_settings
 from tiered_kv.config import Deployment, SizeOrPercent, volumes
 from tiered_kv.contracts import BlockStore
-from tiered_kv.errors import IdentityError, NoSpace, TierError
+from tiered_kv.errors import IdentityError, NoSpace, TierError, TierGone
+from tiered_kv.index import BlockIndex, Transaction
 from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
     StoreArguments,
@@ -43,6 +45,9 @@ from tiered_kv.testing.conformance.blocks import (
 )
 from tiered_kv.values import BlockStatus
 from tiered_kv_nvme import stripes as stripes_module
+from tiered_kv_nvme.directory import probe
+from tiered_kv_nvme.posix import DirectMode
+from tiered_kv_nvme.segments import SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.spreading import place_of, segment_number, shares
 from tiered_kv_nvme.store import NvmeStore
@@ -389,7 +394,7 @@ def test_a_tier_opens_without_one_of_its_directories(
 
 
 def test_a_whole_tier_that_goes_away_keeps_its_rows(
-    tmp_path: Path, keep: Keep, no_backoff: None
+    tmp_path: Path, keep: Keep, no_backoff: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = StoreArguments(tmp_path / "tier")
     store = keep(open_nvme(arguments))
@@ -402,11 +407,15 @@ def test_a_whole_tier_that_goes_away_keeps_its_rows(
     for call in (lambda: get(store, held), lambda: put(store, [999])):
         with pytest.raises(TierError, match=str(arguments.path)):
             call()
-    assert store.stat().modes["paths"].startswith("0 of 1 in use")
+    with pytest.raises(TierGone, match="was removed or replaced"):
+        store.stat()
     (tmp_path / "elsewhere").rename(arguments.path)
     assert_held(store, held)
     put(store, [999])
     assert_held(store, [999])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) > 1
+    assert all(text.count("tier ssd: ") == 1 for text in said), said
 
 
 def test_a_lost_index_comes_back_from_all_directories_or_not_at_all(
@@ -510,6 +519,170 @@ def test_what_is_out_of_reach_is_not_repaired_away(arguments: StoreArguments, ke
     hidden.rename(second)
     store = keep(open_striped(arguments))
     assert_held(store, held)
+
+
+def test_a_directory_that_goes_away_meanwhile_is_not_repaired_away(
+    arguments: StoreArguments, keep: Keep
+) -> None:
+    store = open_striped(arguments)
+    held = fill(store, 12)
+    store.close()
+    _, second, _ = stripes_of(arguments.path)
+    hidden = second.with_name("hidden")
+    with closing(look_after_striped(arguments)) as maintenance:
+        second.rename(hidden)
+        assert maintenance.reconcile(repair=True).found == {}
+    hidden.rename(second)
+    assert_held(keep(open_striped(arguments)), held)
+
+
+def test_what_came_back_is_compared_until_that_has_worked(
+    arguments: StoreArguments, keep: Keep, no_backoff: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = keep(open_striped(arguments))
+    held = fill(store, 12)
+    where = directory_of(store, held)
+    kept = [n for n, place in where.items() if place != 2]
+    cursor = store.changes(None).cursor
+    shutil.rmtree(put_out(store, arguments, 2))
+    real = BlockIndex.restart_log
+    tries: list[int] = []
+
+    def full_at_first(self: BlockIndex, txn: Transaction) -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise NoSpace("the index is full")
+        real(self, txn)
+
+    monkeypatch.setattr(BlockIndex, "restart_log", full_at_first)
+    assert_held(store, kept)
+    assert tries == [0]
+    put(store, [1000])
+    assert tries == [0, 1]
+    assert store.contains(keys(held)) == [n in kept for n in held]
+    assert store.changes(cursor).restart
+
+
+def put_out(store: BlockStore, arguments: StoreArguments, place: int) -> Path:
+    """Have the store find one directory gone, and lay an empty one in its place; where what it held
+    is now."""
+    assert isinstance(store, NvmeStore)
+    directory = stripes_of(arguments.path)[place]
+    hidden = directory.with_name("hidden")
+    directory.rename(hidden)
+    assert store.stripes.failed(place)
+    directory.mkdir()
+    return hidden
+
+
+def test_what_others_store_while_a_returned_directory_is_looked_at_is_kept(
+    arguments: StoreArguments, keep: Keep, no_backoff: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = keep(open_striped(arguments)), keep(open_striped(arguments))
+    held = fill(store, 3)
+    third = stripes_of(arguments.path)[2]
+    hidden = put_out(store, arguments, 2)
+    third.rmdir()
+    hidden.rename(third)
+    real = SegmentFiles.in_directories
+    new: list[int] = []
+    made: list[Path] = []
+
+    def listed(self: SegmentFiles, places: Iterable[int]) -> dict[int, dict[int, int]]:
+        found = real(self, places)
+        if found and not new:
+            before = segment_files(third)
+            new.extend(fill(other, 25, first=1000))
+            made.extend(set(segment_files(third)) - set(before))
+        return found
+
+    monkeypatch.setattr(SegmentFiles, "in_directories", listed)
+    assert_held(store, held)
+    print(f"{len(made)} segments were made there meanwhile")
+    assert made
+    assert_held(store, new)
+
+
+def test_a_directory_that_goes_away_again_while_it_is_looked_at_keeps_its_rows(
+    arguments: StoreArguments, keep: Keep, no_backoff: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unmount leaves the empty directory below the mount point."""
+    store = keep(open_striped(arguments))
+    held = fill(store, 12)
+    others = [n for n, place in directory_of(store, held).items() if place != 2]
+    third = stripes_of(arguments.path)[2]
+    hidden = put_out(store, arguments, 2)
+    third.rmdir()
+    hidden.rename(third)
+    real = SegmentFiles.in_directories
+    empty: list[Path] = []
+
+    def listed(self: SegmentFiles, places: Iterable[int]) -> dict[int, dict[int, int]]:
+        looked_at = list(places)
+        if looked_at and not empty:
+            third.rename(hidden)
+            third.mkdir()
+            empty.append(third)
+        return real(self, looked_at)
+
+    monkeypatch.setattr(SegmentFiles, "in_directories", listed)
+    monkeypatch.setattr(stripes_module, "RETRY_SECONDS", 600.0)
+    assert_held(store, others)
+    assert empty
+    assert paths_mode(store).startswith("2 of 3 in use")
+    assert store.stat().blocks == len(held)
+    store.close()
+    third.rmdir()
+    hidden.rename(third)
+    assert_held(keep(open_striped(arguments)), held)
+
+
+def test_a_directory_is_not_waited_for_in_a_transaction(
+    arguments: StoreArguments, keep: Keep, no_backoff: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk takes long to fail, and nobody else can store anything meanwhile."""
+    store = keep(open_striped(arguments))
+    assert isinstance(store, NvmeStore)
+    held = fill(store, 3)
+    others = [n for n, place in directory_of(store, held).items() if place != 2]
+    third = stripes_of(arguments.path)[2]
+    environment = store._environment
+    within: list[bool] = []
+
+    def failing(path: Path, tier: str, *, writable: bool) -> DirectMode:
+        if path == third:
+            try:
+                with environment.write():
+                    within.append(False)
+            except ValueError:  # this thread is in one already
+                within.append(True)
+            raise TierError("it fails", tier=tier)
+        return probe(path, tier, writable=writable)
+
+    monkeypatch.setattr("tiered_kv_nvme.stripes.probe", failing)
+    assert store.stripes.failed(2)
+    assert_held(store, others)
+    print(f"it was tried {len(within)} times")
+    assert len(within) > 1
+    assert not any(within)
+
+
+def test_whoever_only_reads_lets_go_of_a_disk_that_was_replaced(
+    arguments: StoreArguments, keep: Keep, no_backoff: None
+) -> None:
+    store = open_striped(arguments)
+    held = fill(store, 12)
+    store.close()
+    reader = keep(open_striped(arguments.with_(writable=False)))
+    assert_held(reader, held)
+    third = stripes_of(arguments.path)[2]
+    hidden = put_out(reader, arguments, 2)
+    assert open_below(hidden)
+    third.rmdir()
+    shutil.copytree(hidden, third)
+    assert_held(reader, held)
+    assert open_below(hidden) == []
+    assert open_below(third)
 
 
 @pytest.mark.faults

@@ -23,6 +23,7 @@ from tiered_kv.testing.conformance.blocks import (
     put,
     reserved,
 )
+from tiered_kv.testing.faults import Effect, Fault, Faults, FaultyStore, Method
 from tiered_kv.values import BlockStatus
 from tiered_kv_nvme import NvmeSpec
 
@@ -75,6 +76,20 @@ def test_old_entries_over_new_bytes_are_told_at_the_first_hop(tmp_path: Path) ->
         again = hop(store, arguments, pool, 2)
         assert set(again.statuses) == {BlockStatus.OK}
         assert_held(store, range(BLOCKS))
+    finally:
+        store.close()
+        pool.close()
+
+
+def test_a_store_that_cannot_drop_them_brings_the_others(tmp_path: Path) -> None:
+    arguments = rebuilt_beside_a_write(tmp_path)
+    store = open_nvme(arguments)
+    faults = Faults(Fault(method=Method.DISCARD, effect=Effect.BUG), tier="ssd")
+    pool = HostBlockPool(BLOCKS, 1, arguments.geometry.slot_bytes)
+    try:
+        statuses = hop(FaultyStore(store, faults), arguments, pool, 1).statuses
+        assert [n for n, s in enumerate(statuses) if s is BlockStatus.CORRUPT] == [*REWRITTEN]
+        assert set(statuses) == {BlockStatus.OK, BlockStatus.CORRUPT}
     finally:
         store.close()
         pool.close()

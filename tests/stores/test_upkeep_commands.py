@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import Cli, Ran
+from tests.faults.namespaces import unshared
 from tests.stores.upkeep_tiers import (
     OPENERS,
     RANKS,
@@ -80,6 +81,67 @@ def test_what_reads_serves_for_what_was_shipped_read_only(cli: Cli, tiers: Tiers
     ):
         assert (refused.code, refused.out) == (2, "")
         assert "tier 'a' is read only (access: read)" in refused.err
+
+
+IN_ONE_PROCESS = """
+import json, sys
+from tiered_kv.cli import main
+
+codes = []
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["tiered-kv", *command]
+    try:
+        main()
+    except SystemExit as end:
+        codes.append(end.code)
+print(json.dumps(codes), file=sys.stderr)
+"""
+
+
+def run_all(before: list[str], *commands: list[str | Path]) -> tuple[list[int], str, str]:
+    """Run commands after each other in one process, begun by these words; their exit codes, and
+    what they printed."""
+    given = json.dumps([[str(word) for word in command] for command in commands])
+    ran = subprocess.run(
+        [*before, sys.executable, "-c", IN_ONE_PROCESS, given],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    *said, codes = ran.stderr.splitlines()
+    return json.loads(codes), ran.stdout, "\n".join(said)
+
+
+def test_what_reads_serves_on_a_read_only_mount(tiers: Tiers) -> None:
+    """The configuration says that it may be written."""
+    tiers.fill("a", range(8))
+    mounted = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    codes, out, said = run_all(
+        [*unshared(), "sh", "-c", mounted, str(tiers.folder / "a")],
+        ["ls", tiers.config],
+        ["stat", tiers.config],
+        ["verify", tiers.config],
+        ["gc", tiers.config, "--dry-run"],
+        ["export", tiers.config, tiers.folder / "out", "--tier", "a", "--namespace", ONE],
+        ["gc", tiers.config, "--tier", "a", "--unused", "--yes"],
+    )
+    assert codes == [0, 0, 0, 0, 0, 1], said
+    assert f"8 blocks of {RANKS} ranks" in out
+    assert said.count("Read-only file system") == 1
+
+
+def test_a_closed_stdout_is_like_dev_null(cli: Cli, tiers: Tiers) -> None:
+    """And nothing that is printed gets into a file of the tier that has its number."""
+    tiers.fill("a", range(8))
+    closed = ["sh", "-c", 'exec "$0" "$@" >&-']
+    export: list[str | Path] = ["export", tiers.config, "-", "--tier", "a", "--namespace", ONE]
+    for commands in ([["ls", tiers.config], export], [export]):
+        codes, _, said = run_all(closed, *commands)
+        assert codes == [0] * len(commands), said
+        assert f"8 blocks of {RANKS} ranks" in said
+    read = only(cli("verify", tiers.config, "--tier", "a", "--json"))["read"]
+    assert [one["blocks"] for one in read] == [8] * RANKS
 
 
 def test_what_reads_drops_nothing_that_a_lower_capacity_has_no_room_for(

@@ -44,12 +44,14 @@ from tiered_kv.specs import (
     LoadStoreSpec,
     Part,
     Parts,
+    PromoteJob,
     SlotRef,
     StoreJob,
     StoreTargets,
 )
 from tiered_kv.stats import StatsRecorder, StatsSnapshot
 from tiered_kv.values import (
+    BlockStatus,
     CacheGeometry,
     GroupGeometry,
     JobId,
@@ -59,8 +61,8 @@ from tiered_kv.values import (
 class WatchedPool(HostBlockPool):
     """A pool that tells when leases change."""
 
-    def __init__(self, tier_slots: int, staging_slots: int) -> None:
-        super().__init__(tier_slots, staging_slots, SLOT_BYTES)
+    def __init__(self, tier_slots: int, staging_slots: int, spare_slots: int = 0) -> None:
+        super().__init__(tier_slots, staging_slots, SLOT_BYTES, spare_slots=spare_slots)
         self.changed = threading.Condition()
         self.most_leased = 0
         self.asked = 0
@@ -92,9 +94,14 @@ class Rig:
     load_deadline: float = PATIENCE
     store_deadline: float = PATIENCE
     store_queue_blocks: int = 1_000
+    store_queue_seconds: float = PATIENCE
     share: float = 1.0
     threads: int = 2
     retry_after: float = PATIENCE
+    faults: int = 1
+    """After so many faults, be they few among many calls, a hop's breaker opens."""
+    spare_slots: int = 0
+    """For background reads; without them there are none."""
     direct: bool = False
     """Whether there are handlers between "fast" and the engine's cache."""
     through_host: bool = True
@@ -102,6 +109,7 @@ class Rig:
     attach: bool = True
     device_staging: DeviceStagingFactory = make_staging
     verify: Mapping[str, VerifyMode] = field(default_factory=dict)
+    write_budgets: Mapping[str, int] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self) -> None:
@@ -115,7 +123,7 @@ class Rig:
             self.registry.register(FastSpec, GpuSpec, DirectLoad, provider="direct")
             self.registry.register(GpuSpec, FastSpec, DirectStore, provider="direct")
         self.cache = EngineCache(self.journal)
-        self.pool = WatchedPool(self.tier_slots, self.staging_slots)
+        self.pool = WatchedPool(self.tier_slots, self.staging_slots, self.spare_slots)
         self.fast = MemoryStore("fast", self.journal)
         self.slow = MemoryStore("slow", self.journal)
         self.stats = StatsRecorder("rank 0")
@@ -128,15 +136,20 @@ class Rig:
                 load_deadline=self.load_deadline,
                 store_deadline=self.store_deadline,
                 store_queue_bytes=self.store_queue_blocks * BLOCK_BYTES,
+                store_queue_seconds=self.store_queue_seconds,
                 write_behind_share=self.share,
                 group_bytes=self.group_blocks * SLOT_BYTES,
                 behind_bytes=self.group_blocks * SLOT_BYTES,
                 threads_per_tier=self.threads,
                 retry_after=self.retry_after,
+                least_faults=self.faults,
+                fault_share=0.001,
+                timeouts_in_a_row=self.faults,
             ),
             stats=self.stats,
             caches=cast(KVCaches, self.cache),
             verify=self.verify,
+            write_budgets=self.write_budgets,
             device_staging=self.device_staging,
         )
         if self.attach:
@@ -172,7 +185,12 @@ class Rig:
 
     # ------------------------------------------------------------------------------------ jobs
 
-    def load(self, job: int, parts: Mapping[LoadStoreSpec, Sequence[int]]) -> LoadJob:
+    def load(
+        self,
+        job: int,
+        parts: Mapping[LoadStoreSpec, Sequence[int]],
+        deadline: float | None = None,
+    ) -> LoadJob:
         """Block i of the job is number i; it goes to engine block i."""
         count = sum(len(positions) for positions in parts.values())
         return LoadJob(
@@ -181,6 +199,7 @@ class Rig:
             tuple(key(i) for i in range(count)),
             Parts(tuple(Part(spec, tuple(places)) for spec, places in parts.items())),
             gpu(range(count)),
+            deadline,
         )
 
     def load_from(self, job: int, numbers: Sequence[int], spec: type[KeySpec]) -> LoadJob:
@@ -208,6 +227,33 @@ class Rig:
         return StoreJob(
             JobId(job), f"request {job}", keys, gpu(numbers), StoreTargets(first, parts)
         )
+
+    def promotion(
+        self,
+        job: int,
+        numbers: Sequence[int],
+        spec: type[KeySpec] = FastSpec,
+        *,
+        generation: int = 1,
+        deadline: float = PATIENCE,
+    ) -> PromoteJob:
+        """Block number i goes from one tier to slot i."""
+        keys = tuple(key(i) for i in numbers)
+        part = Part(spec(str(spec.medium), keys), tuple(range(len(keys))))
+        slots = CpuSpec(tuple(SlotRef(i, generation) for i in numbers))
+        return PromoteJob(JobId(job), keys, Parts((part,)), slots, deadline)
+
+    def promoted(self, count: int) -> dict[int, tuple[BlockStatus, ...]]:
+        """Pop promotions until there are so many that have ended; their statuses."""
+        found: dict[int, tuple[BlockStatus, ...]] = {}
+        pause = threading.Event()
+        for _ in range(3000):
+            found.update(self.engine.promoted())
+            if len(found) >= count:
+                break
+            pause.wait(PATIENCE / 3000)  # the engine tells nobody when a promotion has ended
+        assert len(found) == count
+        return found
 
     def fill_slots(self, numbers: Iterable[int], generation: int = 1) -> CpuSpec:
         """Put blocks into host slots of the manager."""

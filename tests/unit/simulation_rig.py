@@ -6,12 +6,21 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from tiered_kv.config import CpuSettings, Deployment, Limits, Placement, TierSettings
+from tiered_kv.config import (
+    CpuSettings,
+    Deployment,
+    Limits,
+    Placement,
+    Recompute,
+    TierSettings,
+)
+from tiered_kv.connector import WorkerReport
 from tiered_kv.connector.assembly import Assembly
 from tiered_kv.contracts import API_VERSION, Backend
 from tiered_kv.plugins import Plugins
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import CpuSpec, GpuSpec
+from tiered_kv.stats import LoadRate, TierCondition, TierState
 from tiered_kv.testing.faults import Valve, hold_hop
 from tiered_kv.testing.memory_tier import MemoryDisk, MemorySettings, MemoryTiers
 from tiered_kv.testing.simulation import Request, SimulatedGroup, SimulatedModel, Simulation
@@ -36,6 +45,11 @@ class Stage:
     load_deadline: float = 20.0
     retry_backoff: float = 0.2
     lookup_wait: float = 0.05
+    recompute: Recompute = field(default_factory=lambda: Recompute(gate="off"))
+    """Off: nearly nothing is slower than a simulated computation."""
+    lookup_wait_far: float = 20.0
+    write_budget: int = 0
+    """Of each memory tier."""
     tiers: tuple[TierSettings, ...] = ()
     """Further tiers, of whatever installed type."""
     memory: MemoryTiers = field(default_factory=MemoryTiers)
@@ -48,14 +62,19 @@ class Stage:
         host: list[TierSettings] = []
         if self.host_slots:
             host.append(CpuSettings(name="host", capacity=self.host_slots * SLOT))
-        stores = [MemorySettings(name=name, capacity=2000 * SLOT) for name in self.stores]
+        stores = [
+            MemorySettings(name=name, capacity=2000 * SLOT, write_budget=self.write_budget)
+            for name in self.stores
+        ]
         deployment = Deployment(
             tiers=(*host, *stores, *self.tiers),
             placement=Placement(write=self.write),
+            recompute=self.recompute,
             limits=Limits(
                 load_deadline=self.load_deadline,
                 store_deadline=20.0,
                 lookup_wait=self.lookup_wait,
+                lookup_wait_far=self.lookup_wait_far,
                 retry_backoff=self.retry_backoff,
                 staging=32 * SLOT,
                 drain=5.0,
@@ -90,6 +109,26 @@ class Stage:
                 valve.open()
         self.gather.open()
         self.scatter.open()
+
+
+def far(sim: Simulation, block_seconds: float = 0.06, tier: str = "ssd") -> None:
+    """Have the manager believe that a tier takes so long for a block. Two of them, by default, are
+    then far, and come in a job of their own each."""
+    load = LoadRate(SLOT / block_seconds, 0.0)
+    # The slowest rank counts: one that there is not says so, and no measurement takes it back.
+    told = (99, TierCondition(tier, TierState.HEALTHY, "", load))
+    sim.manager.take_report(WorkerReport(conditions=(told,)))
+
+
+def blocks_read(sim: Simulation, medium: str = "memory", tier: str = "ssd") -> list[int]:
+    """By rank, how many blocks came from a tier into host memory."""
+    ranks = range(sim.model.ranks)
+    return [sim.rank_stats(rank).hop(medium, "cpu", tier).blocks for rank in ranks]
+
+
+def promoted(sim: Simulation, tier: str = "ssd") -> float:
+    """Blocks that were brought from a tier ahead of their load."""
+    return sim.manager_stats.counter("tier_promoted_blocks_total", tier)
 
 
 def tokens(seed: int, count: int) -> tuple[int, ...]:

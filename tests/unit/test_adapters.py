@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.connector import UNNAMED, Adapter, Adapters, Naming
-from tiered_kv.connector.adapters import MOST_QUEUED, Inquiry
+from tiered_kv.connector.adapters import COMPLAIN_AGAIN_SECONDS, MOST_QUEUED, Inquiry
 from tiered_kv.connector.weights import weights_identity
 from tiered_kv.errors import IdentityError
 
@@ -45,6 +45,9 @@ class Bench:
     def settled(self, inquiry: Inquiry, adapters: Adapters | None = None) -> Naming:
         if inquiry.found is not None:
             inquiry.found.exception(PATIENCE)
+        return self.settled_now(inquiry, adapters)
+
+    def settled_now(self, inquiry: Inquiry, adapters: Adapters | None = None) -> Naming:
         naming = (adapters or self.adapters).naming(inquiry)
         assert naming is not None
         return naming
@@ -137,6 +140,17 @@ def test_a_request_waits_so_long_and_no_longer(bench: Bench) -> None:
     assert late.found.result(PATIENCE) == "first"
     assert bench.adapters.naming(late) == given_up  # its blocks have one name alone
     assert bench.name(A).cached
+
+
+def test_files_that_are_not_read_are_told_of_once_a_minute(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.reading.clear()
+    for wait in (WAIT, WAIT, COMPLAIN_AGAIN_SECONDS):
+        given_up = [bench.adapters.ask(A) for _ in range(100)]
+        bench.now += wait
+        assert not any(bench.settled_now(one).cached for one in given_up)
+    assert len(caplog.records) == 2
 
 
 def test_requests_share_a_look_that_has_not_begun(bench: Bench) -> None:

@@ -164,6 +164,38 @@ def test_explain(cli: Cli, deployment: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [deployment]
 
 
+@pytest.mark.parametrize(
+    ("recompute", "loaded"),
+    [
+        ("", [None, None, None]),
+        ("recompute: {gate: off}", [None, None, None]),
+        ("recompute: {gate: fixed, tokens_per_second: 50000}", [True, False, False]),
+        ("recompute: {gate: fixed, tokens_per_second: 5000}", [True, True, True]),
+    ],
+)
+def test_explain_says_when_a_tier_is_worth_it(
+    cli: Cli, deployment: Path, recompute: str, loaded: list[bool | None]
+) -> None:
+    deployment.write_text(f"{deployment.read_text()}\n{recompute}\n")
+    told = cli("explain", deployment, "--block-size", "2MiB", "--block-tokens", "16", "--json").json
+    gate = told["recompute"]
+    assert [tier["name"] for tier in gate["tiers"]] == ["host", "ssd", "pins"]
+    assert [tier["loaded"] for tier in gate["tiers"]] == loaded
+    seconds = {
+        route["from"]: route["chain"]["seconds_per_block"]
+        for route in told["routes"]
+        if route["to"] == "gpu"
+    }
+    even = {tier["name"]: tier["break_even_tokens_per_second"] for tier in gate["tiers"]}
+    assert even == {
+        name: pytest.approx(16 / seconds["cpu" if name == "host" else name]) for name in even
+    }
+    text = " ".join(cli("explain", deployment).out.split())
+    assert f"Load or recompute: gate {gate['gate']}" in text
+    assert f"{even['ssd']:.0f} tokens/s" in text
+    assert ("recomputes" in text) is (False in loaded)
+
+
 class DirectHop:
     """Registers hops between the engine's cache and nvme as a backend would."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import stat
 import sys
 from collections.abc import Sequence
@@ -107,7 +108,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-# What all of them refuse
+# What all of them refuse, and how they end
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -132,6 +133,15 @@ def test_a_configuration_without_stores(cli: Cli, rig: Rig, command: str) -> Non
     ran = cli(command, rig.config, *COMMANDS[command])
     assert (ran.code, ran.out) == (2, "")
     assert "no tier outlives its process" in ran.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_interrupted(cli: Cli, rig: Rig, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("tiered_kv.config.load", interrupt)
+    assert cli(command, rig.config, *COMMANDS[command], "--tier", "near").code == 130
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -160,21 +170,21 @@ def test_one_broken_tier_hides_no_other(
 
     def broken(context: Any) -> Any:
         if context.tier == "near":
-            raise TierError("the disk is gone", tier="near")
+            raise TierError("tier near: the disk is gone", tier="near")
         return opener(context)
 
     rig.bring(replace(rig._tiers.backend, open_maintenance=broken))
     ran = cli(command, rig.config, *COMMANDS[command], "--json")
     assert ran.code == 1
-    assert "error: tier 'near': the disk is gone" in ran.err
+    assert "error: tier 'near': the disk is gone\n" in ran.err
     near, far = ran.json["tiers"]
-    assert near == {"tier": "near", "type": "memory", "error": "the disk is gone"}
+    assert near == {"tier": "near", "type": "memory", "error": "tier near: the disk is gone"}
     assert far["tier"] == "far"
     assert "error" not in far
     assert cli(command, rig.config, *COMMANDS[command]).code == 1
     ran = cli(command, rig.config, *COMMANDS[command], "--tier", "near")
     assert ran.code == 1
-    assert ran.err.endswith("error: the disk is gone\n")
+    assert ran.err.endswith("error: tier near: the disk is gone\n")
 
 
 def test_a_plugin_that_raises_what_no_contract_allows_is_named(cli: Cli, rig: Rig) -> None:
@@ -524,6 +534,10 @@ def test_export_of_some(cli: Cli, rig: Rig) -> None:
     which = ("--tier", "near", "--namespace", ONE.id.hex(), "--json")
     limited = cli("export", rig.config, rig.folder / "a", *which, "--limit", "50000B").json
     assert (limited["blocks"], limited["bytes"]) == (5, 50_000)
+    none = cli("export", rig.config, rig.folder / "d", *which, "--limit", "9999B")
+    assert (none.code, none.out) == (1, "")
+    assert none.err.endswith("error: no block of 2 ranks fits into --limit 9999B\n")
+    assert not (rig.folder / "d").exists()
     ranked = cli("export", rig.config, rig.folder / "b", *which, "--rank", "1").json
     assert (ranked["blocks"], ranked["ranks"]) == (9, [1])
     refused = cli("export", rig.config, rig.folder / "c", *which, "--rank", "2")

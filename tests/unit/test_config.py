@@ -254,3 +254,32 @@ def test_defaults_in_the_schema_are_as_an_operator_writes_them() -> None:
     assert fields["CpuSettings.capacity"]["default"] == "4GiB"
     assert fields["Deployment.namespace"]["default"] == "auto"
     assert fields["Deployment.chunk"]["default"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ("measured", None)),
+        ("recompute: {gate: off}", ("off", None)),
+        ('recompute: {gate: "off"}', ("off", None)),
+        ("recompute: {gate: fixed, tokens_per_second: 8000}", ("fixed", 8000.0)),
+    ],
+)
+def test_the_gate_is_read(tmp_path: Path, text: str, expected: tuple[str, float | None]) -> None:
+    recompute = read(tmp_path, f"tiers: [{{name: host, type: cpu}}]\n{text}").recompute
+    assert (recompute.gate, recompute.tokens_per_second) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{gate: fixed}",
+        "{gate: off, tokens_per_second: 8000}",
+        "{tokens_per_second: 8000}",
+        "{gate: on}",
+        "{gate: fixed, tokens_per_second: 0}",
+    ],
+)
+def test_a_gate_that_contradicts_itself_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="recompute"):
+        read(tmp_path, f"tiers: [{{name: host, type: cpu}}]\nrecompute: {text}")

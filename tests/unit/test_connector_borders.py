@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +12,14 @@ from tests.unit.test_manager import Bench, bench, keys
 from tests.unit.test_worker import PATIENCE, HeldGather, Rig, load_job, store_job
 from tiered_kv.connector import Answer, ConnectorMetadata, WorkerReport
 from tiered_kv.connector.messages import FailedBlock
+from tiered_kv.connector.occupancy import StoreWatch
 from tiered_kv.connector.opening import StoreOpener
 from tiered_kv.connector.weights import weights_identity
 from tiered_kv.contracts import BlockStore, StoreStat
 from tiered_kv.placement import HostCatalog
 from tiered_kv.specs import SlotRef
+from tiered_kv.stats import StatsRecorder
+from tiered_kv.threads import Alarm
 from tiered_kv.values import BlockKey, BlockStatus, JobId
 
 # The manager's memory
@@ -154,6 +156,7 @@ def test_aborts_during_loads_leave_every_slot_free_for_others() -> None:
 
 def test_a_job_that_is_given_twice_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with Rig(hold=True) as rig:
+        rig.worker.take_report()
         job = store_job(1, 3)
         rig.worker.prepare_store_kv(ConnectorMetadata(stores=(job,)))
         rig.worker.handle_preemptions(ConnectorMetadata())
@@ -173,12 +176,12 @@ def test_a_job_that_is_given_twice_is_reported_once(caplog: pytest.LogCaptureFix
 def test_stores_wait_for_the_next_step_where_no_timer_can_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class NoTimer(threading.Timer):
-        def start(self) -> None:
+    class NoAlarm(Alarm):
+        def set(self, seconds: float) -> None:
             raise RuntimeError("can't start new thread")
 
+    monkeypatch.setattr("tiered_kv.connector.submission.Alarm", NoAlarm)
     with Rig() as rig:
-        monkeypatch.setattr(threading, "Timer", NoTimer)
         rig.worker.prepare_store_kv(ConnectorMetadata(stores=(store_job(1, 0),)))
         rig.worker.handle_preemptions(ConnectorMetadata())
         [result] = rig.results(1)
@@ -222,18 +225,25 @@ def test_a_store_that_raises_anything_costs_neither_the_tier_nor_the_end() -> No
         rude = RudeStore("fast", rig.journal)
         told: list[str] = []
 
-        def opened(tier: str, store: BlockStore) -> None:
+        def opened(tier: str, store: BlockStore, epoch: bytes) -> None:
             told.append(tier)
             raise KeyError("not that one")
 
         opener = StoreOpener(
-            lambda tier: rude, opened=opened, failed=lambda tier, why: told.append(why)
+            lambda tier, epoch: rude,
+            opened=opened,
+            failed=lambda tier, why: told.append(why),
+            retry_after=PATIENCE,
         )
         opener.start(["fast"], wait_seconds=PATIENCE)
         assert told == ["fast", "'not that one'"]
-        opener.close()
-        rig.worker._occupancy.add("rude", rude)
-        assert rig.worker._occupancy.close(PATIENCE)
+        assert opener.close(PATIENCE)
+        watch = StoreWatch(
+            StatsRecorder("rude"), gone=lambda tier, store, why: told.append(f"{tier} gone")
+        )
+        watch.add("rude", rude)
+        assert watch.close(PATIENCE)
+        assert "rude gone" not in told
 
 
 # What determines a block's bytes

@@ -114,7 +114,10 @@ def test_the_cheaper_chain_serves_again_when_it_works_again() -> None:
             assert result.ok
             if DIRECT in hops(rig):
                 break
-        assert hops(rig)[DIRECT] == 4
+        # One call was the trial, and while it ran the others went through the host.
+        before = hops(rig)[DIRECT]
+        rig.run(load(rig, 1000, 4))
+        assert hops(rig)[DIRECT] == before + 4
         assert rig.engine.health()["fast"] == (True, "healthy")
 
 
@@ -193,10 +196,10 @@ def test_each_chain_is_tried_once() -> None:
     def trouble(method: str, keys: Sequence[BlockKey]) -> None:
         if method == "read":
             read.append(method)
-            raise OSError(5, "no error of the tier's, so that it stays in use")
+            raise OSError(5, "not translated")
 
     read: list[str] = []
-    with Rig(direct=True, threads=1) as rig:
+    with Rig(direct=True, threads=1, faults=100) as rig:  # they stay in use
         rig.fast.fill(range(3))
         breaks = Breaks("fast->gpu", error=ZeroDivisionError("neither"))
         rig.cache.trouble = breaks

@@ -246,7 +246,9 @@ def test_closing_gives_up_loads_whose_reads_hang() -> None:
 def test_a_store_that_opens_after_the_end_is_ignored() -> None:
     rig = Rig(attach=False)
     assert rig.engine.close(PATIENCE)
-    rig.engine.attach("fast", rig.fast)
+    released = threading.Event()
+    assert not rig.engine.attach("fast", rig.fast, released=released.set)
+    assert released.wait(PATIENCE), "its opener is told that nobody needs it"
     rig.engine.detach_failed("slow", "too late")
     rig.pool.close()
 

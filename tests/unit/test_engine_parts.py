@@ -8,12 +8,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.unit.clocks import Clock
 from tests.unit.doubles import SLOT_BYTES, DirectLoad, FastSpec, Gather, Scatter
+from tiered_kv.complaints import Complaints
 from tiered_kv.engine import EngineLimits, register_store_handlers
-from tiered_kv.engine.health import STALE_SECONDS, HealthBoard
-from tiered_kv.engine.hops import Complaints
+from tiered_kv.engine.breaker import BreakerRules
+from tiered_kv.engine.health import HealthBoard, Verdict
 from tiered_kv.engine.jobs import Active, Gate
 from tiered_kv.engine.loop import LoopThread
+from tiered_kv.engine.meter import STALE_SECONDS
 from tiered_kv.engine.waiting import Lease, Patience, Permits, Staging
 from tiered_kv.memory import HostBlockPool
 from tiered_kv.registry import TransferRegistry
@@ -232,14 +235,6 @@ def test_a_waiter_that_leaves_lets_those_behind_it_go_on() -> None:
     run(work)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def board(clock: Clock, limit: int = 2) -> tuple[HealthBoard, Hop, list[str]]:
     registry = TransferRegistry()
     registry.register(GpuSpec, CpuSpec, Gather, provider="doubles")
@@ -250,12 +245,22 @@ def board(clock: Clock, limit: int = 2) -> tuple[HealthBoard, Hop, list[str]]:
     made = HealthBoard(
         hops,
         limit=limit,
-        retry_after=5.0,
+        rules=BreakerRules(retry_after=5.0, longest_retry=30.0),
         changed=lambda: changes.append("changed"),
         clock=clock,
     )
     [hop] = [hop for hop in hops if hop.label == "fast->cpu"]
     return made, hop, changes
+
+
+def fails(health: HealthBoard, hop: Hop, times: int, *, probe: bool = False) -> None:
+    for _ in range(times):
+        call = health.began(hop, probe=probe)
+        health.ended(call, Verdict.FAILED, reason="EIO")
+
+
+def works(health: HealthBoard, hop: Hop, *, probe: bool = False) -> None:
+    health.ended(health.began(hop, probe=probe), Verdict.WORKED, 10)
 
 
 def test_a_hop_opens_fails_and_is_tried_again() -> None:
@@ -265,23 +270,28 @@ def test_a_hop_opens_fails_and_is_tried_again() -> None:
     assert not health.cost(hop).healthy
     health.open(hop)
     assert health.cost(hop) == assumed_cost(hop)
-    health.failed(hop, "the disk is gone")
-    assert health.trouble(hop) == "unhealthy: the disk is gone"
+    fails(health, hop, 2)
+    assert health.trouble(hop) is None, "one error, or two, are no reason"
+    fails(health, hop, 1)
+    assert health.trouble(hop) == "unhealthy: EIO"
+    told = len(changes)
     clock.now += 4.9
     health.refresh()
     assert health.trouble(hop) is not None
+    assert len(changes) == told
     clock.now += 0.1
     health.refresh()
     assert health.trouble(hop) is None
-    health.failed(hop, "still gone")
+    assert len(changes) == told + 1
+    trial = health.began(hop)
+    assert health.trouble(hop) == "unhealthy: EIO", "one call decides, and nobody waits for it"
+    health.ended(trial, Verdict.FAILED, reason="still gone")
     assert health.trouble(hop) == "unhealthy: still gone"
-    clock.now += 5.0
-    health.refresh()
-    began = health.began(hop)
-    health.ended(hop, began, 10, worked=True)
+    clock.now += 10.0
+    works(health, hop)
     clock.now += 50.0
     assert health.trouble(hop) is None
-    assert len(changes) >= 5
+    assert len(changes) >= told + 5
 
 
 def test_a_call_that_began_before_the_failure_does_not_heal() -> None:
@@ -290,24 +300,81 @@ def test_a_call_that_began_before_the_failure_does_not_heal() -> None:
     health.open(hop)
     began = health.began(hop)
     clock.now += 1
-    health.failed(hop, "the disk is gone")
-    health.ended(hop, began, 10, worked=True)
-    assert health.trouble(hop) == "unhealthy: the disk is gone"
+    fails(health, hop, 3)
+    health.ended(began, Verdict.WORKED, 10)
+    assert health.trouble(hop) == "unhealthy: EIO"
 
 
 def test_where_all_calls_hang_no_more_are_tried() -> None:
     clock = Clock()
     health, hop, _ = board(clock)
     health.open(hop)
-    began = [health.began(hop), health.began(hop)]
-    for _ in began:
-        health.late(hop, 2.0)
-    clock.now += 100
+    calls = [health.began(hop), health.began(hop)]
+    for call in calls:
+        clock.now += 2
+        health.late(call, 2.0)
+    clock.now += 98
     health.refresh()
     assert health.trouble(hop) == "unhealthy: all 2 calls hang"
-    assert health.returned(hop, began[0]) == pytest.approx(100.0)
+    assert health.ended(calls[0], Verdict.WORKED, 10) == pytest.approx(102.0)
     assert health.trouble(hop) is None
-    health.returned(hop, began[1])
+    works(health, hop)
+    health.ended(calls[1], Verdict.FAILED, reason="late news")
+    assert health.trouble(hop) is None
+    assert health.cost(hop) == assumed_cost(hop), "what hung says nothing of the speed"
+
+
+def test_probes_are_the_trials_of_a_hop_and_the_others_of_its_tier_wait_for_it() -> None:
+    clock = Clock()
+    health, hop, _ = board(clock)
+    health.probed(hop)
+    [write] = [other for other in health.hops if other.label == "cpu->fast"]
+    for one in (hop, write):
+        health.open(one)
+    health.gone("fast", "no such directory")
+    assert {health.trouble(one) for one in (hop, write)} == {"unhealthy: no such directory"}
+    clock.now += 5.0
+    health.refresh()
+    assert all(health.trouble(one) for one in (hop, write))
+    pulse = health.pulse(hop)
+    assert pulse is not None
+    assert pulse.due
+    works(health, hop, probe=True)
+    assert health.trouble(hop) is None
+    assert health.trouble(write) is None
+    call = health.began(write)
+    assert health.trouble(write) is not None, "it is the trial"
+    health.ended(call, Verdict.WORKED, 10)
+    assert health.trouble(write) is None
+
+
+def test_a_probe_that_hangs_takes_the_hop_out_at_once_and_brings_it_back() -> None:
+    clock = Clock()
+    health, hop, _ = board(clock)
+    health.probed(hop)
+    health.open(hop)
+    call = health.began(hop, probe=True)
+    health.late(call, 2.0)
+    assert health.trouble(hop) == "unhealthy: a call ran for more than 2 s"
+    assert health.hanging(hop) == 0
+    health.ended(call, Verdict.WORKED, 10)
+    pulse = health.pulse(hop)
+    assert pulse is not None
+    assert pulse.due, "the next one need not wait"
+
+
+def test_a_new_store_begins_anew() -> None:
+    clock = Clock()
+    health, hop, _ = board(clock)
+    health.open(hop)
+    old = health.began(hop)
+    health.gone("fast", "no such directory")
+    health.unusable(hop, "gone")
+    assert health.pulse(hop) is None
+    health.open(hop)
+    assert health.trouble(hop) is None
+    health.ended(old, Verdict.FAILED, reason="its store is gone")
+    fails(health, hop, 2)
     assert health.trouble(hop) is None
 
 
@@ -317,21 +384,19 @@ def test_speeds_are_measured_over_the_time_in_which_calls_run() -> None:
     health.open(hop)
     before = len(changes)
     for _ in range(4):
-        first, second = health.began(hop), health.began(hop)
+        calls = health.began(hop), health.began(hop)
         clock.now += 0.5
-        health.ended(hop, first, 2**20, worked=True)
-        health.ended(hop, second, 2**20, worked=True)
-        clock.now += 60  # idle time does not count
+        for call in calls:
+            health.ended(call, Verdict.WORKED, 2**20)
+        clock.now += 1  # idle time does not count
     cost = health.cost(hop)
     assert cost.bytes_per_second == pytest.approx(2 * 2**21 / 1.0)
     assert cost.reason == "measured over 8 MiB"
     assert cost.latency_seconds == pytest.approx(0.5 - 2**20 / cost.bytes_per_second)
+    rate = health.rate(hop)
+    assert rate is not None
+    assert rate.bytes_per_second == cost.bytes_per_second
     assert len(changes) > before
-    for _ in range(300):  # it becomes ten times as fast, and that shows
-        began = health.began(hop)
-        clock.now += 0.1
-        health.ended(hop, began, 4 * 2**20, worked=True)
-    assert health.cost(hop).bytes_per_second == pytest.approx(40 * 2**20, rel=0.1)
 
 
 class Traffic:
@@ -348,7 +413,7 @@ class Traffic:
         self.board = HealthBoard(
             self.router.hops(),
             limit=2,
-            retry_after=5.0,
+            rules=BreakerRules(retry_after=5.0, longest_retry=30.0),
             changed=self.router.invalidate,
             clock=self.clock,
         )
@@ -362,9 +427,9 @@ class Traffic:
         self.board.refresh()
         chain = self.router.chain(Endpoint(FastSpec, "fast"), GPU_ENDPOINT)
         for hop in chain.hops:
-            began = self.board.began(hop)
+            call = self.board.began(hop)
             self.clock.now += 2**23 / speeds[hop.label.replace("->", "_")]
-            self.board.ended(hop, began, 2**23, worked=True)
+            self.board.ended(call, Verdict.WORKED, 2**23)
         return chain.label
 
     def jobs(self, count: int, **speeds: float) -> str:
@@ -406,14 +471,14 @@ def test_a_call_that_runs_keeps_its_measurement() -> None:
     clock = Clock()
     health, hop, _ = board(clock)
     health.open(hop)
-    began = health.began(hop)
+    call = health.began(hop)
     clock.now += 1
-    health.ended(hop, began, 2**21, worked=True)
-    began = health.began(hop)
+    health.ended(call, Verdict.WORKED, 2**21)
+    call = health.began(hop)
     clock.now += STALE_SECONDS
     health.refresh()
     assert health.cost(hop).reason == "measured over 2 MiB"
-    health.ended(hop, began, 2**21, worked=True)
+    health.ended(call, Verdict.WORKED, 2**21)
     clock.now += STALE_SECONDS - 1
     health.refresh()
     assert health.cost(hop).reason == "measured over 4 MiB"
@@ -440,12 +505,12 @@ def test_a_gate_lets_one_side_win() -> None:
 
 def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    complaints = Complaints(clock)
+    complaints = Complaints(logging.getLogger("tests"), clock)
     for _ in range(10):
-        complaints.about("fast->cpu", KeyError("x"))
-    complaints.about("fast->cpu", IndexError("x"))
+        complaints.about("fast->cpu", KeyError("x"), "nothing")
+    complaints.about("fast->cpu", IndexError("x"), "nothing")
     clock.now += 61
-    complaints.about("fast->cpu", KeyError("x"))
+    complaints.about("fast->cpu", KeyError("x"), "nothing")
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 3
     assert "10 times since" in messages[2]

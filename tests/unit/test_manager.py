@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
@@ -41,6 +42,7 @@ class MirrorDouble:
     state: str = "ready"
     closed: list[float] = field(default_factory=list)
     """How long each `close` was willing to wait."""
+    hangs: bool = False
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool | None]:
         return [self.known.get(key, False) for key in keys]
@@ -51,7 +53,23 @@ class MirrorDouble:
 
     def close(self, timeout: float) -> bool:
         self.closed.append(timeout)
-        return True
+        return not self.hangs
+
+
+@dataclass
+class Mirrors:
+    """Makes the mirrors of one tier, one for each epoch."""
+
+    made: dict[bytes, MirrorDouble] = field(default_factory=dict)
+
+    def __call__(self, geometry: CacheGeometry, epoch: bytes) -> MirrorDouble:
+        assert epoch not in self.made, "an epoch is used once"
+        self.made[epoch] = MirrorDouble()
+        return self.made[epoch]
+
+    @property
+    def last(self) -> MirrorDouble:
+        return list(self.made.values())[-1]
 
 
 class Clock:
@@ -65,9 +83,19 @@ class Clock:
 @dataclass
 class Bench:
     manager: Manager
-    disk: MirrorDouble
-    pins: MirrorDouble
+    disks: Mirrors
+    all_pins: Mirrors
     clock: Clock
+
+    @property
+    def disk(self) -> MirrorDouble:
+        """The mirror in use."""
+        return self.disks.last
+
+    @property
+    def pins(self) -> MirrorDouble:
+        """The mirror in use."""
+        return self.all_pins.last
 
     def answers(self, request: str, keys: Sequence[BlockKey], computed: int = 0) -> list[Answer]:
         self.manager.lookup(request, keys, computed)
@@ -97,23 +125,31 @@ def handshake(rank: int = 0, world: int = 1, slots: int = 4, **changed: int) -> 
     return Handshake(fingerprint, CacheGeometry((group,), rank, world), slots)
 
 
-def bench(*, host: bool = True, slots: int = 4, world: int = 1, min_uses: int = 1) -> Bench:
-    disk, pins, clock = MirrorDouble(), MirrorDouble(), Clock()
+def bench(
+    *,
+    host: bool = True,
+    slots: int = 4,
+    world: int = 1,
+    min_uses: int = 1,
+    on_reset: Literal["leave", "keep", "erase"] = "leave",
+) -> Bench:
+    disks, pins, clock = Mirrors(), Mirrors(), Clock()
     manager = Manager(
         fingerprint=FINGERPRINT,
         host_tier="host" if host else None,
         host_write=host,
         tiers=[
-            TierView("ssd", DiskSpec, write=True, mirror=lambda _: disk),
-            TierView("pins", PinsSpec, write=False, mirror=lambda _: pins),
+            TierView("ssd", DiskSpec, write=True, mirror=disks),
+            TierView("pins", PinsSpec, write=False, mirror=pins),
         ],
         limits=ManagerLimits(lookup_wait=0.05, retry_backoff=5.0),
         world_size=world,
         min_uses=min_uses,
+        on_reset=on_reset,
         clock=clock,
     )
     manager.attach([handshake(rank, world, slots if host else 0) for rank in range(world)])
-    return Bench(manager, disk, pins, clock)
+    return Bench(manager, disks, pins, clock)
 
 
 def test_nothing_is_found_before_the_ranks_reported() -> None:
@@ -122,7 +158,7 @@ def test_nothing_is_found_before_the_ranks_reported() -> None:
         fingerprint=FINGERPRINT,
         host_tier="host",
         host_write=True,
-        tiers=[TierView("ssd", DiskSpec, write=True, mirror=lambda _: disk)],
+        tiers=[TierView("ssd", DiskSpec, write=True, mirror=lambda *_: disk)],
         limits=ManagerLimits(0.05, 5.0),
         world_size=1,
     )
@@ -169,7 +205,7 @@ def test_the_nearest_tier_answers_and_a_hint_narrows_it() -> None:
     assert [b.manager.source("q", k) for k in keys("a", "b", "c")] == ["host", "ssd", "pins"]
     b.manager.on_new_request("only pins", frozenset({"pins"}))
     assert b.answers("only pins", keys("a", "b")) == [Answer.HIT] * 2
-    parts = b.manager.prepare_load("only pins", keys("a", "b"))
+    parts = b.manager.prepare_load("only pins", keys("a", "b")).parts
     assert parts.parts == (Part(PinsSpec("pins", tuple(keys("a", "b"))), (0, 1)),)
 
 
@@ -178,7 +214,7 @@ def test_a_load_names_each_block_where_it_lies_and_pins_the_host() -> None:
     slots = b.store("a", "c")
     b.disk.known = dict.fromkeys(keys("b"), True)
     assert b.answers("q", keys("a", "b", "c")) == [Answer.HIT] * 3
-    parts = b.manager.prepare_load("q", keys("a", "b", "c"))
+    parts = b.manager.prepare_load("q", keys("a", "b", "c")).parts
     assert set(parts.parts) == {
         Part(CpuSpec(slots), (0, 2)),
         Part(DiskSpec("ssd", tuple(keys("b"))), (1,)),
@@ -312,7 +348,7 @@ def test_a_block_that_vanished_since_the_lookup_is_still_named() -> None:
     b.manager.on_request_finished("q")
     b.manager.on_new_request("q")
     b.manager.prepare_store("r", keys("b"))
-    parts = b.manager.prepare_load("q", keys("a"))
+    parts = b.manager.prepare_load("q", keys("a")).parts
     assert len(parts) == 1
 
 
@@ -340,16 +376,65 @@ def test_after_a_reset_no_older_block_is_served() -> None:
     assert b.answers("q", keys("a", "b")) == [Answer.HIT] * 2
     b.manager.prepare_load("q", keys("a", "b"))
     pending = b.manager.prepare_store("r", keys("c"))
+    old = b.disk
     b.manager.reset()
-    assert b.disk.closed == [0.0]
+    assert set(old.closed) == {0.0}
+    orders = b.manager.take_orders()
+    assert orders.epoch is not None
+    assert list(b.disks.made) == list(b.all_pins.made) == [b"", orders.epoch]
+    assert orders.resets == 1
+    assert not b.manager.take_orders(), "the ranks are told once"
     assert b.answers("q", keys("a", "b", "c")) == [Answer.MISS] * 3
     # Slots in flight stay out of use until their rank has released them.
     plan = b.manager.prepare_store("r", keys("e", "f", "g", "h"))
     assert plan.keys == tuple(keys("e", "f", "g"))
-    assert plan.targets.behind == ()
+    assert [part.spec.tier for part in plan.targets.behind] == ["ssd"]
+    b.disk.known = dict.fromkeys(keys("e"), True)
+    assert b.answers("p", keys("e")) == [Answer.HIT], "the new epoch serves"
     assert pending.targets.first is not None
     b.manager.take_report(WorkerReport(released=((0, pending.targets.first.slots[0]),)))
     assert b.manager.prepare_store("r", keys("h")).keys == tuple(keys("h"))
+
+
+def test_a_reset_that_keeps_the_stores_empties_the_host_tier_alone() -> None:
+    b = bench(on_reset="keep")
+    b.store("a")
+    b.disk.known = dict.fromkeys(keys("b"), True)
+    b.manager.reset()
+    assert not b.disk.closed
+    assert b.answers("q", keys("a", "b")) == [Answer.MISS, Answer.HIT]
+    orders = b.manager.take_orders()
+    assert orders.epoch is None
+    assert orders.resets == 1
+
+
+def test_what_the_ranks_say_of_jobs_from_before_a_reset_means_nothing() -> None:
+    b = bench()
+    b.disk.known = dict.fromkeys(keys("a"), True)
+    assert b.answers("q", keys("a")) == [Answer.HIT]
+    b.manager.prepare_load("q", keys("a"))
+    b.manager.prepare_store("r", keys("c"))
+    b.manager.reset()
+    # The same request loads the same block, and another one stores the same, when they hear late.
+    b.disk.known = dict.fromkeys(keys("a"), True)
+    assert b.answers("q", keys("a")) == [Answer.HIT]
+    b.manager.prepare_load("q", keys("a"))
+    b.manager.prepare_store("r", keys("c"))
+    lost, failed = BlockStatus.MISSING, BlockStatus.CANCELLED
+    b.manager.take_report(
+        WorkerReport(
+            (FailedBlock(keys("a")[0], lost, "q", 0),),
+            (FailedBlock(keys("c")[0], failed, "r", 0),),
+        )
+    )
+    b.manager.complete_load("q", keys("a"))
+    b.manager.complete_store(keys("c"))
+    assert b.answers("q", keys("a", "c")) == [Answer.HIT] * 2
+    # So it is when they are of now.
+    b.manager.prepare_load("q", keys("a"))
+    b.manager.take_report(WorkerReport((FailedBlock(keys("a")[0], lost, "q", 1),)))
+    b.manager.complete_load("q", keys("a"))
+    assert b.answers("q", keys("a")) == [Answer.MISS]
 
 
 def test_a_reset_does_not_wait_for_a_store_that_hangs() -> None:
@@ -362,7 +447,7 @@ def test_a_reset_does_not_wait_for_a_store_that_hangs() -> None:
         assert may_open.wait(30.0)
         raise TierError("not today", tier="ssd")
 
-    def mirror(geometry: CacheGeometry) -> Mirror:
+    def mirror(geometry: CacheGeometry, epoch: bytes) -> Mirror:
         mirrors.append(Mirror(open_store, tier="ssd"))
         return mirrors[-1]
 
@@ -376,22 +461,27 @@ def test_a_reset_does_not_wait_for_a_store_that_hangs() -> None:
     )
     manager.attach([handshake()])
     assert opening.wait(30.0)
-    manager.reset()
+    for _ in range(10):
+        manager.reset()
+    assert len(mirrors) == 4, "not one more for each reset, while they hang"
     assert manager.states() == {}
-    [left] = mirrors
-    assert left.close(timeout=0.0) is False, "its store still hangs"
+    assert all(mirror.close(timeout=0.0) is False for mirror in mirrors), "their stores still hang"
     may_open.set()
+    assert all(mirror.close(timeout=30.0) for mirror in mirrors)
+    manager.reset()
+    assert len(mirrors) == 5
     manager.close()
-    assert left.close(timeout=30.0)
 
 
 def test_the_end_waits_for_all_mirrors_together() -> None:
     b = bench()
+    for mirrors in (b.disks, b.all_pins):
+        mirrors.last.hangs = True
     b.manager.reset()
     b.manager.close()
     b.manager.close()
-    for mirror in (b.disk, b.pins):
-        first, last = mirror.closed
+    for mirror in (*b.disks.made.values(), *b.all_pins.made.values()):
+        first, *_, last = mirror.closed
         assert first == 0.0
         assert 0.0 <= last <= 1.0
 
@@ -417,7 +507,7 @@ def test_finished_requests_are_forgotten() -> None:
 def test_empty_batches_are_allowed() -> None:
     b = bench()
     b.manager.lookup("q", [], 0)
-    assert len(b.manager.prepare_load("q", [])) == 0
+    assert len(b.manager.prepare_load("q", []).parts) == 0
     b.manager.complete_load("q", [])
     assert b.manager.prepare_store("q", []).keys == ()
     b.manager.complete_store([])

@@ -95,6 +95,40 @@ class TestPool:
         assert not pool.bind(SlotRef(0, 1), BlockChecksum(3, 4))
         assert pool.checksum(SlotRef(0, 1)) is None
 
+    def test_several_slots_at_once_are_as_one_after_the_other(self) -> None:
+        pool = HostBlockPool(4, 0, PAGE_BYTES)
+        bound = fill(pool, SlotRef(0, 2), b"abc")
+        first, young, old = SlotRef(0, 2), SlotRef(1, 1), SlotRef(0, 1)
+        begun = pool.begin_all((first, young, old, SlotRef(2, 5)))
+        assert [view is not None for view in begun] == [False, True, False, True]
+        assert [view.nbytes for view in begun if view is not None] == [PAGE_BYTES] * 2
+        checksum = BlockChecksum(7, 4)
+        slots = (young, first, young, SlotRef(3, 1), SlotRef(2, 5))
+        assert pool.bind_all(slots, [checksum] * 5) == [True, False, False, False, True]
+        assert pool.checksums((first, young, old)) == [bound, checksum, None]
+        views = pool.views((first, old, young))
+        assert [None if v is None else (v.nbytes, v.readonly) for v in views] == [
+            (3, True),
+            None,
+            (7, True),
+        ]
+        del begun, views
+        assert pool.close()
+        assert (pool.begin_all((young,)), pool.views((young,))) == ([None], [None])
+        assert pool.checksums((young,)) == [None]
+        assert pool.bind_all((young,), (checksum,)) == [False]
+
+    def test_of_several_slots_none_is_touched_where_one_is_wrong(self) -> None:
+        pool = HostBlockPool(2, 0, PAGE_BYTES)
+        good, foreign = SlotRef(0, 1), SlotRef(2, 1)
+        with pytest.raises(ValueError, match=r"slot 2 is outside the pool of 2 slots"):
+            pool.begin_all((good, foreign))
+        assert not pool.bind(good, BlockChecksum(3, 4)), "it was not begun"
+        pool.begin_all((good, SlotRef(1, 1)))
+        with pytest.raises(ValueError, match="4097 bytes"):
+            pool.bind_all((good, SlotRef(1, 1)), (BlockChecksum(3, 4), BlockChecksum(4097, 4)))
+        assert pool.checksums((good, SlotRef(1, 1))) == [None, None]
+
     def test_nonsense_is_refused(self) -> None:
         for args in [(0, 0, 4096), (-1, 2, 4096), (1, -1, 4096), (1, 1, 0), (1, 1, 4097)]:
             with pytest.raises(ValueError, match="slot"):

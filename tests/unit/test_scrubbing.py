@@ -111,6 +111,16 @@ def test_it_reads_no_more_than_its_rate(rate: int) -> None:
     assert watch.bytes >= min(rate * seconds - 2 * largest, 3 * 200 * LENGTH)
 
 
+def test_a_medium_that_cannot_be_read_is_not_asked_faster_than_the_rate() -> None:
+    store = open_memory(MemoryDisk())
+    keys = frozenset(put(store, range(200)))
+    faults = Faults(Fault(method=Method.READ, effect=Effect.BLOCK_ERROR, keys=keys), tier="t")
+    seconds = LEAST_ROUND_SECONDS / 2
+    watch = Watch(FaultyStore(store, faults), Time(seconds), rate=LENGTH)
+    assert watch.bytes == 0
+    assert 0 < sum(batch.unreadable for batch in watch.batches) <= seconds + 2
+
+
 def test_long_pauses_are_not_made_up_for() -> None:
     time = Time()
     pace = Pace(100, time.clock)

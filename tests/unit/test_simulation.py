@@ -18,7 +18,7 @@ from tests.unit.simulation_rig import (
     store_prompt,
     tokens,
 )
-from tiered_kv.connector import ConnectorMetadata
+from tiered_kv.connector import ConnectorMetadata, WorkerConnector
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.specs import CpuSpec, GpuBlock, GpuSpec, LoadJob, Part, Parts, SlotRef
 from tiered_kv.testing.simulation import (
@@ -215,11 +215,10 @@ def test_nonsense_is_refused() -> None:
 
 
 def test_one_tensor_for_all_layers_is_refused_where_there_are_two_groups() -> None:
-    with (
-        Simulation(Stage(stores=()).assembly, TWO_GROUPS) as sim,
-        pytest.raises(UnsupportedError, match="2 KV groups, but registered caches for 1"),
-    ):
-        sim.workers[0].register_cross_layers_kv_cache(sim.caches(0).tensors[0])
+    with Simulation(Stage(stores=()).assembly, TWO_GROUPS) as sim:
+        worker = WorkerConnector(sim.workers[0].plan)
+        with pytest.raises(UnsupportedError, match="2 KV groups, but registered caches for 1"):
+            worker.register_cross_layers_kv_cache(sim.caches(0).tensors[0])
 
 
 def test_a_pool_that_hardly_fits_one_request_ends_all_of_them() -> None:

@@ -284,7 +284,7 @@ def test_f10_a_store_that_is_held_beyond_the_flush_publishes_nothing(end: str) -
 def test_f10_a_flushed_store_has_read_its_blocks_before_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tiered_kv.connector.worker.FLUSH_SECONDS", 30.0)
+    monkeypatch.setattr("tiered_kv.connector.submission.FLUSH_SECONDS", 30.0)
     stage = Stage()
     with Simulation(stage.assembly, SimulatedModel(blocks=12, ranks=2)) as sim:
         assert sim.wait_ready()
@@ -384,43 +384,6 @@ def test_f51_a_last_copy_that_has_begun_is_awaited() -> None:
         assert other.phase is Phase.FINISHED
         sim.check_device_cache()
         assert sim.audit() == ()
-
-
-# F11, F12: nothing leaks
-
-
-def test_f11_mass_aborts_during_loads_and_stores_leave_nothing() -> None:
-    stage = Stage()
-    with Simulation(stage.assembly, TWO_RANKS, seed=1) as sim:
-        prompts = [tokens(number, 24) for number in range(6)]
-        for prompt in prompts:
-            store_prompt(sim, prompt)
-        while sim.counts.aborts.total() < 1000:
-            request = sim.add((*sim.random.choice(prompts), *tokens(sim.counts.requests, 8)), 4)
-            for _ in range(sim.random.randrange(4)):
-                sim.step()
-            sim.abort(request)
-            if not sim.counts.aborts.total() % 7:
-                sim.forget_device_cache()
-        sim.run()
-        assert sim.settle()
-        print(sim.counts)
-        assert min(sim.counts.aborts[phase] for phase in ("waiting", "loading", "running")) >= 20
-        assert sim.audit() == ()
-        assert sim.manager.tracked_requests == 0
-
-
-def test_f12_lookups_of_requests_that_never_get_blocks_pin_nothing() -> None:
-    with Simulation(Stage(stores=()).assembly, ONE) as sim:
-        sim.add(PROMPT)
-        sim.run()
-        assert sim.settle()
-        hits = sum(sim.lookup(PROMPT).count(Answer.HIT) for _ in range(2000))
-        print("hits:", hits)
-        assert hits == 16_000
-        assert sim.audit() == ()
-        sim.step()
-        assert sim.manager_stats.tier("host").pinned_blocks == 0
 
 
 # F31, F52: a slot that is used again while it is being read

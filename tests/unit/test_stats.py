@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiered_kv.specs import HopResult, JobResult
 from tiered_kv.stats import (
     METRICS,
+    DropReason,
     HopStats,
     MetricKind,
     StatsDelta,
@@ -57,8 +58,12 @@ def test_tiers_and_jobs() -> None:
     recorder.lookup("ssd", hits=3, misses=2)
     recorder.lookup("ssd", hits=1, misses=0)
     recorder.evicted("ssd", 5)
-    recorder.dropped("ssd", "queue", 2)
-    recorder.dropped("ssd", "no_space", 1)
+    recorder.dropped("ssd", DropReason.QUEUE, 2)
+    recorder.dropped("ssd", DropReason.NO_SPACE, 1)
+    recorder.written("ssd", 30)
+    recorder.written("ssd", 12)
+    recorder.wear("ssd", today=40, budget=50)
+    recorder.write_only("ssd", True)
     recorder.occupancy("ssd", resident_blocks=7, used_bytes=70, capacity_bytes=100, pinned_blocks=1)
     recorder.write_behind("ssd", blocks=2, bytes_=20)
     recorder.state("ssd", TierState.OPENING)
@@ -72,6 +77,8 @@ def test_tiers_and_jobs() -> None:
     assert list(stats.tiers()) == ["ssd"]
     assert (tier.hits, tier.misses, tier.evicted) == (4, 2, 5)
     assert tier.dropped == {"queue": 2, "no_space": 1}
+    assert (tier.written_bytes, tier.written_today_bytes, tier.write_budget_bytes) == (42, 40, 50)
+    assert tier.write_only
     assert (tier.resident_blocks, tier.used_bytes, tier.capacity_bytes) == (7, 70, 100)
     assert (tier.pinned_blocks, tier.write_behind_blocks, tier.write_behind_bytes) == (1, 2, 20)
     assert tier.states == ("healthy",)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,17 @@ def test_a_snapshot_of_the_hub_is_named_by_its_commit(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     path = tmp_path / "models--x--y" / "snapshots" / commit
     assert weights_identity(path) == f"commit:{commit}"
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_that_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(IdentityError, match="cannot read the weights of"):
+        weights_identity(tmp_path)
 
 
 def test_no_weights_is_an_error_that_says_where(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class Rig:
 
     hold: bool = False
     opening: Exception | None = None
+    retry_after: float = PATIENCE
+    host_name: str | None = None
     journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self) -> None:
@@ -74,31 +76,32 @@ class Rig:
         self.layers = {
             name: torch.rand(ENGINE_BLOCKS, 2, 64, generator=generator) for name in ("one", "two")
         }
-        self.worker = WorkerConnector(
-            WorkerPlan(
-                fingerprint=Fingerprint.of({"model": "m"}),
-                rank=0,
-                world_size=1,
-                group_layers=(("one", "two"),),
-                group_tokens=(16,),
-                chunk=1,
-                host_bytes=32 * 4096,
-                staging_bytes=8 * 4096,
-                tiers={"fast": FastSpec},
-                open_store=self._open,
-                registry=registry,
-                limits=EngineLimits(
-                    load_deadline=PATIENCE,
-                    store_deadline=PATIENCE,
-                    store_queue_bytes=1 << 30,
-                    write_behind_share=1.0,
-                ),
-                drain_seconds=5.0,
-            )
+        self.plan = WorkerPlan(
+            fingerprint=Fingerprint.of({"model": "m"}),
+            rank=0,
+            world_size=1,
+            group_layers=(("one", "two"),),
+            group_tokens=(16,),
+            chunk=1,
+            host_bytes=32 * 4096,
+            staging_bytes=8 * 4096,
+            tiers={"fast": FastSpec},
+            open_store=self._open,
+            registry=registry,
+            limits=EngineLimits(
+                load_deadline=PATIENCE,
+                store_deadline=PATIENCE,
+                store_queue_bytes=1 << 30,
+                write_behind_share=1.0,
+                retry_after=self.retry_after,
+            ),
+            drain_seconds=5.0,
+            host_tier=self.host_name,
         )
+        self.worker = WorkerConnector(self.plan)
         self.worker.register_kv_caches(self.layers)
 
-    def _open(self, tier: str, geometry: CacheGeometry) -> MemoryStore:
+    def _open(self, tier: str, geometry: CacheGeometry, epoch: bytes) -> MemoryStore:
         if self.opening is not None:
             raise self.opening
         return self.store
@@ -175,7 +178,7 @@ def test_blocks_go_to_the_store_and_come_back_into_other_engine_blocks(rig: Rig)
 
 def test_a_store_waits_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     # The timer, which stands in for a step that does not come, is not what is looked at.
-    monkeypatch.setattr("tiered_kv.connector.worker.DEFERRED_STORE_SECONDS", PATIENCE)
+    monkeypatch.setattr("tiered_kv.connector.submission.DEFERRED_STORE_SECONDS", PATIENCE)
     with Rig(hold=True) as held:
         held.worker.prepare_store_kv(ConnectorMetadata(stores=(store_job(1, 0),)))
         assert not HeldGather.begun.is_set()
@@ -265,7 +268,7 @@ def test_a_device_that_failed_does_not_end_the_engine(
 def test_flushed_stores_have_left_the_engine_before_the_step_goes_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv.connector.worker.FLUSH_SECONDS", PATIENCE)
+    monkeypatch.setattr("tiered_kv.connector.submission.FLUSH_SECONDS", PATIENCE)
     before = rig.bytes_of(3)
     job = store_job(1, 3)
     step = ConnectorMetadata(stores=(job,), flush=frozenset({job.id}))
@@ -380,8 +383,9 @@ def test_a_tier_that_cannot_be_opened_stays_out_and_the_rest_serves(
 def test_caches_of_an_unknown_layout_are_refused() -> None:
     with Rig() as rig:
         overlapping = torch.zeros(ENGINE_BLOCKS, 2, 64).transpose(1, 2)[:, ::2]
+        other = WorkerConnector(rig.plan)
         with pytest.raises(UnsupportedError, match="one"):
-            rig.worker.register_kv_caches({"one": overlapping, "two": rig.layers["two"]})
+            other.register_kv_caches({"one": overlapping, "two": rig.layers["two"]})
 
 
 def test_shutdown_writes_what_waits_and_can_be_called_again(rig: Rig) -> None:
@@ -401,7 +405,7 @@ def test_reports_of_two_ranks_are_joined() -> None:
 
 def test_cross_layer_caches_are_one_tensor() -> None:
     with Rig() as rig:
-        plan = rig.worker._plan
+        plan = rig.worker.plan
         other = WorkerConnector(plan)
         try:
             other.register_cross_layers_kv_cache(torch.zeros(ENGINE_BLOCKS, 512))
@@ -435,7 +439,7 @@ def test_the_host_pool_grows_once_the_manager_has_looked_at_the_machine(
 
 def test_every_tier_and_the_stores_have_staging(rig: Rig) -> None:
     """F16: however little is configured."""
-    plan = replace(rig.worker._plan, staging_bytes=0, tiers={"a": FastSpec, "b": FastSpec})
+    plan = replace(rig.worker.plan, staging_bytes=0, tiers={"a": FastSpec, "b": FastSpec})
     worker = WorkerConnector(plan)
     worker.register_kv_caches(rig.layers)
     assert worker._pool is not None
@@ -448,8 +452,8 @@ def test_the_host_pool_is_registered_with_the_device_of_the_caches(
 ) -> None:
     """F25: exactly the pool, while it lives."""
     device = StandIn()
-    monkeypatch.setattr("tiered_kv.connector.worker.device_of", lambda _: device)
-    worker = WorkerConnector(rig.worker._plan)
+    monkeypatch.setattr("tiered_kv.connector.plan.device_of", lambda _: device)
+    worker = WorkerConnector(rig.worker.plan)
     worker.register_kv_caches(rig.layers)
     worker.handshake()
     pool = worker._pool

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +22,7 @@ from tiered_kv.cli.ls import ls
 from tiered_kv.cli.output import FAILED, REFUSED
 from tiered_kv.cli.schema import schema
 from tiered_kv.cli.stat import stat
+from tiered_kv.cli.top import top
 from tiered_kv.cli.verify import verify
 from tiered_kv.cli.vllm_args import vllm_args
 from tiered_kv.cli.warm import warm
@@ -37,7 +40,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(demo, check, explain, backends, vllm_args, warm, schema),
-    *(ls, stat, verify, gc, export),
+    *(ls, stat, verify, gc, export, top),
 )
 for command in _COMMANDS:
     app.command()(command)
@@ -62,8 +65,19 @@ def _options(
     """Keeps the KV blocks of LLM inference in further tiers."""
 
 
+def _open_closed_streams() -> None:
+    """What was closed by the caller (`>&-`) is like /dev/null: else a file of a tier could get the
+    number of stdout, and what is printed land in it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - stays open
+            setattr(sys, name, stream)
+
+
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 something failed, 2 wrong use or configuration."""
+    """Run the command line and exit: 0 done, 1 something failed, 2 wrong use or configuration, 130
+    interrupted."""
+    _open_closed_streams()
     try:
         app()
     except RefuseToStart as error:

@@ -1,4 +1,5 @@
-"""`tiered-kv explain`: which way blocks take, what it costs, and what the tiers may hold."""
+"""`tiered-kv explain`: which way blocks take, what it costs, when that is worth it, and what the
+tiers may hold."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiered_kv.cli.output import (
     BlockSize,
+    BlockTokens,
     Config,
     Json,
     Ranks,
@@ -27,7 +29,11 @@ __all__ = ["explain"]
 
 
 def explain(
-    config: Config, block_size: BlockSize = "2MiB", ranks: Ranks = 1, as_json: Json = False
+    config: Config,
+    block_size: BlockSize = "2MiB",
+    block_tokens: BlockTokens = 16,
+    ranks: Ranks = 1,
+    as_json: Json = False,
 ) -> None:
     """Show tiers, totals and chains of a configuration. Opens nothing and writes nothing."""
     from tiered_kv.config import load, shortages, volumes
@@ -41,15 +47,18 @@ def explain(
     warnings = [f"tier {name!r} cannot be used: {why}" for name, why in unusable.items()]
     warnings += shortages(volumes(deployment, ranks))
     tiers = [_tier(deployment, place, ranks) for place in range(len(deployment.tiers))]
+    gate = _gate(deployment, routes, block_tokens)
     if as_json:
         print_json(
             {
                 "config": str(config),
                 "block_bytes": block_bytes,
+                "block_tokens": block_tokens,
                 "ranks": ranks,
                 "tiers": tiers,
                 "total_bytes": sum(tier["total_bytes"] for tier in tiers),
                 "routes": [_route(report) for report in routes],
+                "recompute": gate,
                 "warnings": warnings,
             }
         )
@@ -74,8 +83,58 @@ def explain(
         ("from", "to", "chain", "per block", "hops", "chosen"),
         (row for report in routes for row in _rows(report)),
     )
+    print_table(
+        f"Load or recompute: gate {gate['gate']}, {_MODES[gate['gate']]}",
+        ("tier", "load rate", "loaded while the engine computes less than", "gate"),
+        (
+            (
+                tier["name"],
+                f"{tier['bytes_per_second'] / 1e9:.2f} GB/s {tier['reason']}",
+                f"{tier['break_even_tokens_per_second']:.0f} tokens/s",
+                "-" if tier["loaded"] is None else "loads" if tier["loaded"] else "recomputes",
+            )
+            for tier in gate["tiers"]
+        ),
+    )
     for message in warnings:
         warn(message)
+
+
+_MODES = {
+    "measured": "by the load rates and the prefill rate that the engine measures",
+    "fixed": "by the load rates that the engine measures and the prefill rate that is configured",
+    "off": "whatever is found is loaded",
+}
+
+
+def _gate(deployment: Deployment, routes: list[RouteReport], block_tokens: int) -> dict[str, Any]:
+    """When loading a long prefix from a tier takes as long as computing it."""
+    from tiered_kv.routing import CPU_ENDPOINT, GPU_ENDPOINT
+
+    prefill = deployment.recompute.tokens_per_second
+    tiers: list[dict[str, Any]] = []
+    for report in routes:
+        chain = report.chosen
+        if report.dst != GPU_ENDPOINT or chain is None:
+            continue
+        host = deployment.cpu if report.src == CPU_ENDPOINT else None
+        slowest = min(chain.costs, key=lambda cost: cost.bytes_per_second)
+        even = block_tokens / chain.seconds_per_block
+        tiers.append(
+            {
+                "name": str(report.src) if host is None else host.name,
+                "bytes_per_second": slowest.bytes_per_second,
+                "latency_seconds": sum(cost.latency_seconds for cost in chain.costs),
+                "reason": slowest.reason,
+                "break_even_tokens_per_second": even,
+                "loaded": None if prefill is None else prefill <= even,
+            }
+        )
+    return {
+        "gate": deployment.recompute.gate,
+        "tokens_per_second": prefill,
+        "tiers": tiers,
+    }
 
 
 def _tier(deployment: Deployment, place: int, ranks: int) -> dict[str, Any]:

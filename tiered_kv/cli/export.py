@@ -69,7 +69,7 @@ def export(
     """Write the blocks of a namespace to one file that tells everything needed to import it. Each
     block is verified before it is written. Engines may run meanwhile.
 
-    Exits 1 if blocks were left out because they are damaged.
+    Exits 1 if blocks were left out because they are damaged, or if --limit leaves room for none.
     """
     from tiered_kv.cli.output import print_json
 
@@ -79,7 +79,9 @@ def export(
     ranks = _ranks(stored, rank)
     with _target(file) as stream:
         done = _export(source, stored, ranks, stream, most_bytes)
-    bad = done.corrupt + done.unreadable
+        bad = done.corrupt + done.unreadable
+        if limit is not None and stored.blocks and not (done.blocks or bad or done.missing):
+            raise ArchiveError(f"no block of {len(ranks)} ranks fits into --limit {limit}")
     to_pipe = file == PIPE
     if as_json:
         said = {

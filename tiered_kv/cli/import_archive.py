@@ -12,7 +12,7 @@ import typer
 
 from tiered_kv.cli.output import FAILED, Config, Json, bytes_text, print_json, warn
 from tiered_kv.cli.tending import StoreTier, store_tiers
-from tiered_kv.errors import ArchiveError, ConfigError
+from tiered_kv.errors import ArchiveError, ConfigError, reason_in
 
 if TYPE_CHECKING:
     from tiered_kv.contracts import BlockStore, StoredNamespace
@@ -66,7 +66,8 @@ def import_archive(
     if done.damage:
         warn(f"{file}: {done.damage}; what was stored before was verified, and stays")
     if done.full:
-        warn(f"tier {tier!r} is full, the rest of {file} was not stored: {done.full}")
+        why = reason_in(tier, done.full)
+        warn(f"tier {tier!r} is full, the rest of {file} was not stored: {why}")
     if done.refused or done.damage or done.full:
         raise typer.Exit(FAILED)
 

@@ -15,6 +15,7 @@ __all__ = [
     "FAILED",
     "REFUSED",
     "BlockSize",
+    "BlockTokens",
     "Config",
     "Json",
     "Ranks",
@@ -41,6 +42,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 BlockSize = Annotated[
     str,
     typer.Option("--block-size", help="Size of a block on one rank, with a unit.", metavar="SIZE"),
+]
+BlockTokens = Annotated[
+    int, typer.Option("--block-tokens", min=1, help="Tokens whose KV a block holds.")
 ]
 Tier = Annotated[
     str | None,

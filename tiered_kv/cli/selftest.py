@@ -8,8 +8,9 @@ from concurrent.futures import TimeoutError as NotInTime
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 
+from tiered_kv.config import format_bytes, readable_bytes
 from tiered_kv.connector.assembly import Assembly
-from tiered_kv.connector.care import care_of
+from tiered_kv.connector.care import TierCare, care_of
 from tiered_kv.contracts import BlockStore
 from tiered_kv.engine import TransferEngine
 from tiered_kv.errors import DeadlineExceeded, TieredKVError, TierError
@@ -29,7 +30,7 @@ from tiered_kv.specs import (
     StoreJob,
     StoreTargets,
 )
-from tiered_kv.stats import StatsRecorder
+from tiered_kv.stats import DropReason, StatsRecorder
 from tiered_kv.threads import DaemonExecutor
 from tiered_kv.values import (
     BlockKey,
@@ -90,6 +91,13 @@ class SelfTest:
         with self._opened(tier) as store:
             stat = store.stat()
             modes.update(stat.modes)
+            budget = care_of(self._assembly.deployment).get(tier, TierCare()).write_budget
+            if budget:
+                modes["write_budget"] = f"{format_bytes(budget)} a day" + (
+                    f", {readable_bytes(stat.written_today)} used today"
+                    if stat.written_today is not None
+                    else ", counted by each rank"
+                )
             if not self._assembly.deployment.tier(tier).writable:
                 return f"opened; read only, so nothing was stored; {stat.used_bytes} bytes used"
             return self._round_trip(tier, store, modes)
@@ -147,7 +155,10 @@ class SelfTest:
             rows[0] = memoryview(os.urandom(rows.shape[1])).cast("b")
             stored = self._store(engine, key, specs.get(tier), tier)
             if store is not None and not store.contains([key])[0]:
-                dropped = ", ".join(stats.snapshot().tier(tier).dropped)
+                reasons = stats.snapshot().tier(tier).dropped
+                if set(reasons) == {DropReason.WEAR}:
+                    return "opened; its write budget of this day is spent, so nothing was stored"
+                dropped = ", ".join(reasons)
                 why = f"{dropped or 'unknown'}; {engine.health()[tier][1]}"
                 raise TierError(f"the block was not stored (reason: {why})", tier=tier)
             loaded = self._load(engine, key, specs.get(tier), tier)

@@ -1,4 +1,5 @@
-"""`tiered-kv stat`: how full the tiers are, what is in effect, and how their namespaces differ."""
+"""`tiered-kv stat`: how full and how worn the tiers are, what is in effect, and how their
+namespaces differ."""
 
 from __future__ import annotations
 
@@ -40,6 +41,11 @@ class _State:
     room_bytes: int
     """What may still be stored without evicting: within the capacity, and the file system's room
     above `min_free`."""
+    written_bytes: int | None
+    """Since the tier was made; None where that is not known."""
+    written_today: int | None
+    write_budget: int
+    """Bytes per day; 0: no limit."""
     modes: Mapping[str, str]
     namespaces: Sequence[StoredNamespace]
     alike: Sequence[Resemblance]
@@ -52,8 +58,8 @@ class _State:
 def stat(
     config: Config, tier: Tier = None, verbose: Verbose = False, as_json: Json = False
 ) -> None:
-    """Show how full each tier is and what is in effect, and which namespaces differ in so few
-    fields that one may have turned cold when an engine was started with other arguments."""
+    """Show how full and how worn each tier is and what is in effect, and which namespaces differ in
+    so few fields that one may have turned cold when an engine was started with other arguments."""
     tiers = store_tiers(config, tier)
     states = tend(tiers, _state)
     if as_json:
@@ -70,12 +76,15 @@ def _state(tier: StoreTier) -> _State:
     namespaces = tier.namespaces()
     capacity, used = int(tier.settings.capacity), tier.held_bytes()
     modes: Mapping[str, str] = {}
+    written: int | None = None
+    today: int | None = None
     if namespaces:
         # Only a store knows what is in effect; it is opened for what lies there, so that an index
         # is laid out as its engine does it.
         with tier.store(namespaces[0], 0) as store:
             told = store.stat()
         capacity, used, modes = told.capacity_bytes, told.used_bytes, dict(told.modes)
+        written, today = told.written_bytes, told.written_today
         if "access" in modes:  # it was opened to look
             modes["access"] = getattr(tier.settings, "access", modes["access"])
     room = max(0, capacity - used)
@@ -85,6 +94,9 @@ def _state(tier: StoreTier) -> _State:
         capacity,
         used,
         room if tier.settings.writable else 0,
+        written,
+        today,
+        int(getattr(tier.settings, "write_budget", 0)),
         modes,
         namespaces,
         resemblances([stored.namespace for stored in namespaces]),
@@ -108,6 +120,9 @@ def _as_json(state: _State) -> dict[str, Any]:
         "used_bytes": state.used_bytes,
         "room_bytes": state.room_bytes,
         "blocks": state.blocks,
+        "written_bytes": state.written_bytes,
+        "written_today_bytes": state.written_today,
+        "write_budget_bytes": state.write_budget or None,
         "modes": dict(state.modes),
         "namespaces": [
             {
@@ -153,6 +168,18 @@ def _print(states: Mapping[str, _State], *, verbose: bool) -> None:
             for name, state in states.items()
         ),
     )
+    worn = [
+        (
+            name,
+            bytes_text(state.written_bytes),
+            bytes_text(state.written_today or 0),
+            bytes_text(state.write_budget) if state.write_budget else "no limit",
+        )
+        for name, state in states.items()
+        if state.written_bytes is not None
+    ]
+    if worn:
+        print_table("Written", ("tier", "in all", "today (UTC)", "budget per day"), worn)
     modes = [
         (name, mode, value) for name, state in states.items() for mode, value in state.modes.items()
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
-from tiered_kv.errors import ConfigError, TieredKVError, TierError
+from tiered_kv.errors import ConfigError, TieredKVError, TierError, reason_in
 
 if TYPE_CHECKING:
     from tiered_kv.config import Deployment, TierSettings
@@ -209,7 +209,7 @@ def tend(tiers: Sequence[StoreTier], do: Callable[[StoreTier], T]) -> Tended[T]:
         except TieredKVError as error:
             if len(tiers) == 1:
                 raise
-            typer.echo(f"error: tier {tier.name!r}: {error}", err=True)
+            typer.echo(f"error: tier {tier.name!r}: {reason_in(tier.name, error)}", err=True)
             failed[tier.name] = error
     return Tended(found, failed)
 

@@ -27,7 +27,7 @@ from pydantic.config import JsonDict
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from tiered_kv.config.agreement import Disagreement, disagreements
-from tiered_kv.config.units import GIB, MIB, ByteRate, ByteSize, Duration
+from tiered_kv.config.units import GIB, MIB, ByteRate, ByteSize, DailyBytes, Duration
 
 __all__ = [
     "Admit",
@@ -37,6 +37,7 @@ __all__ = [
     "NamespaceSettings",
     "Placement",
     "PolicySettings",
+    "Recompute",
     "Settings",
     "StoreSettings",
     "TierSettings",
@@ -118,6 +119,13 @@ class StoreSettings(TierSettings, frozen=True):
         "blocks with their checksums, round after round; what is bad is dropped before a load "
         "meets it. off: never.",
     )
+    write_budget: DailyBytes = Field(
+        default=0,
+        description="Bytes that may be written to the tier's medium in a day (UTC), by all that "
+        "use it together. The further its use is ahead of the day, the more often a block must "
+        "have been wanted to be stored in the tier; beyond it nothing is. off: no limit.",
+        json_schema_extra={"default": "off"},
+    )
 
 
 class CpuSettings(TierSettings, frozen=True):
@@ -189,7 +197,10 @@ class Limits(Settings, frozen=True):
     """How long things may take and how much may wait."""
 
     load_deadline: Duration = Field(
-        default=2.0, gt=0, description="A load that takes longer is given up and recomputed."
+        default=2.0,
+        gt=0,
+        description="A load that takes longer is given up and recomputed; also one that takes 1.5 "
+        "times as long as computing its tokens is predicted to, where `recompute` is not off.",
     )
     store_deadline: Duration = Field(
         default=10.0, gt=0, description="A store that takes longer is given up and forgotten."
@@ -199,11 +210,22 @@ class Limits(Settings, frozen=True):
         description="How long a request waits for a block that is just being stored, or for an "
         "index that is still being read.",
     )
+    lookup_wait_far: Duration = Field(
+        default=2.0,
+        description="How long a request waits, at most as long as computing them takes, for blocks "
+        "of a tier so slow that they are brought into host memory before the load.",
+    )
     store_queue: ByteSize = Field(
         default=2 * GIB,
         gt=0,
         description="What may wait to be written to the lower tiers, per rank; beyond it stores "
-        "to them are dropped and counted.",
+        "to them are dropped and counted, those to the tier that is furthest behind first.",
+    )
+    store_queue_time: Duration = Field(
+        default=30.0,
+        gt=0,
+        description="For how many seconds of writing, at the measured speed of a tier, blocks may "
+        "wait for it; beyond it stores to it are dropped and counted.",
     )
     drain: Duration = Field(
         default=10.0, gt=0, description="How long a shutdown waits for transfers that run."
@@ -211,7 +233,9 @@ class Limits(Settings, frozen=True):
     retry_backoff: Duration = Field(
         default=5.0,
         gt=0,
-        description="How long blocks of a tier that failed or was too slow are not asked for.",
+        description="How long blocks of a tier that failed or was too slow are not asked for, and "
+        "after which a tier that does not work is tried again: by a background read, each time "
+        "after a longer wait.",
     )
     staging: ByteSize = Field(
         default=128 * MIB,
@@ -232,6 +256,37 @@ def _chunk(value: object) -> object:
     if value is not None and not 1 <= value <= _MAX_CHUNK:
         raise ValueError(f"{value} is not in 1 to {_MAX_CHUNK} engine blocks")
     return value
+
+
+def _off(value: object) -> object:
+    # YAML reads a bare `off` as false.
+    return "off" if value is False else value
+
+
+class Recompute(Settings, frozen=True):
+    """When computing blocks again is better than loading them."""
+
+    gate: Annotated[Literal["measured", "fixed", "off"], BeforeValidator(_off)] = Field(
+        default="measured",
+        description="measured: a prefix is loaded as far as that is faster than computing it, by "
+        "the load rate of each tier and the engine's prefill rate, both measured; fixed: the same, "
+        "with the prefill rate of `tokens_per_second`; off: whatever is found is loaded.",
+    )
+    tokens_per_second: float | None = Field(
+        default=None,
+        gt=0,
+        description="Prefill rate of the engine where `gate` is fixed.",
+        json_schema_extra={"unit": "tokens per second"},
+    )
+
+    @model_validator(mode="after")
+    def _rate(self) -> Recompute:
+        if (self.gate == "fixed") != (self.tokens_per_second is not None):
+            raise ValueError(
+                "tokens_per_second is needed where gate is fixed, and only there: "
+                f"gate is {self.gate}, tokens_per_second is {self.tokens_per_second}"
+            )
+        return self
 
 
 class Deployment(Settings, frozen=True):
@@ -273,6 +328,18 @@ class Deployment(Settings, frozen=True):
     placement: Placement = Field(default=Placement(), description="Where blocks are stored.")
     limits: Limits = Field(
         default=Limits(), description="How long things may take and how much may wait."
+    )
+    recompute: Recompute = Field(
+        default=Recompute(),
+        description="When computing blocks again is better than loading them.",
+    )
+    on_reset: Literal["leave", "keep", "erase"] = Field(
+        default="leave",
+        description="What a reset of the engine's prefix cache does to the stores, which go on in "
+        "any case. leave: this engine uses none of the blocks stored so far, other engines and a "
+        "restart do; keep: it goes on using them, which is wrong where its weights have changed; "
+        "erase: as leave, and they are deleted in the background, also for other engines of the "
+        "same model. A vLLM engine that is put to sleep (level 1 or 2) resets its cache.",
     )
 
     @model_validator(mode="after")

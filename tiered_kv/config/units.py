@@ -35,6 +35,7 @@ __all__ = [
     "TIB",
     "ByteRate",
     "ByteSize",
+    "DailyBytes",
     "Directory",
     "Duration",
     "SizeOrPercent",
@@ -219,6 +220,22 @@ ByteRate = Annotated[
     ),
 ]
 """An `int` of bytes per second; 0 is "off". As text: "off", "20MiB"."""
+
+DailyBytes = Annotated[
+    int,
+    BeforeValidator(_to_rate),
+    PlainSerializer(
+        lambda size: format_bytes(size) if size else "off", return_type=str, when_used="json"
+    ),
+    WithJsonSchema(
+        {
+            "anyOf": [{"const": "off"}, {"type": "string", "pattern": _SIZE_PATTERN}],
+            "unit": "bytes per day",
+            "examples": ["500GiB"],
+        }
+    ),
+]
+"""An `int` of bytes per day; 0 is "off". As text: "off", "500GiB"."""
 
 Duration = Annotated[
     float,

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 MOST_ADAPTERS = 10_000
 """So many are told apart; requests with further ones are not cached."""
 MOST_QUEUED = 64
+COMPLAIN_AGAIN_SECONDS = 60.0
 SALT_BYTES = 32
 
 
@@ -118,6 +119,7 @@ class Adapters:
         self._known: dict[tuple[str, str, str], _Known] = {}
         self._here = secrets.token_hex(16)
         """Names what is known to this process alone."""
+        self._quiet_until: float | None = None
 
     def ask(self, adapter: Adapter) -> Inquiry:
         """A request with this adapter has come: begin to find out what its blocks are named by."""
@@ -160,15 +162,22 @@ class Adapters:
             elif inquiry.found.done():
                 inquiry.settled = self._name(inquiry.adapter, inquiry.found)
             elif self._clock() >= inquiry.until:
-                logger.warning(
-                    "adapter %s: its files at %s were not read within %g s; requests with it are "
-                    "not cached meanwhile",
-                    inquiry.adapter.name,
-                    inquiry.adapter.path,
-                    self._wait,
-                )
+                self._say_late(inquiry.adapter)
                 inquiry.settled = _UNCACHED
         return inquiry.settled
+
+    def _say_late(self, adapter: Adapter) -> None:
+        now = self._clock()
+        if self._quiet_until is not None and now < self._quiet_until:
+            return
+        self._quiet_until = now + COMPLAIN_AGAIN_SECONDS
+        logger.warning(
+            "adapter %s: its files at %s were not read within %g s; requests with it are not "
+            "cached meanwhile, nor are those with others that wait behind it",
+            adapter.name,
+            adapter.path,
+            self._wait,
+        )
 
     def _name(self, adapter: Adapter, found: Future[str]) -> Naming:
         error = found.exception()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from tiered_kv.config import Deployment
+from tiered_kv.connector.books import ManagerLimits
 from tiered_kv.connector.care import care_of
-from tiered_kv.connector.manager import Manager, ManagerLimits
+from tiered_kv.connector.manager import Manager
+from tiered_kv.connector.plan import WorkerPlan
 from tiered_kv.connector.views import TierView
-from tiered_kv.connector.worker import WorkerPlan
 from tiered_kv.contracts import (
     Backend,
     BlockStore,
@@ -117,21 +119,28 @@ class Assembly:
             load_deadline=limits.load_deadline,
             store_deadline=limits.store_deadline,
             store_queue_bytes=int(limits.store_queue),
+            store_queue_seconds=limits.store_queue_time,
             retry_after=limits.retry_backoff,
         )
 
-    def manager(self, fingerprint: Fingerprint, world_size: int) -> Manager:
-        """The scheduler's half. Opens nothing yet."""
+    def manager(
+        self,
+        fingerprint: Fingerprint,
+        world_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Manager:
+        """The scheduler's half. Opens nothing yet. `clock` tells monotonic seconds."""
         writable = {tier.name for tier in self.deployment.write_order}
         host = self.deployment.cpu
         limits = self.deployment.limits
 
-        def mirror_of(tier: str, geometry: CacheGeometry) -> Mirror:
+        def mirror_of(tier: str, geometry: CacheGeometry, epoch: bytes) -> Mirror:
             # The mirror follows whole blocks of all ranks; which rank's parts its store would
             # read does not matter.
             anywhere = replace(geometry, rank=0)
+            namespace = Namespace(fingerprint, epoch)
             return Mirror(
-                lambda: self.open_store(tier, anywhere, fingerprint, writable=False), tier=tier
+                lambda: self.open_namespace(tier, anywhere, namespace, writable=False), tier=tier
             )
 
         return Manager(
@@ -148,10 +157,16 @@ class Assembly:
                 for tier in self.deployment.stores
             ],
             limits=ManagerLimits(
-                lookup_wait=limits.lookup_wait, retry_backoff=limits.retry_backoff
+                lookup_wait=limits.lookup_wait,
+                retry_backoff=limits.retry_backoff,
+                load_deadline=limits.load_deadline,
+                lookup_wait_far=limits.lookup_wait_far,
             ),
             world_size=world_size,
             min_uses=self.deployment.placement.admit.min_uses,
+            on_reset=self.deployment.on_reset,
+            recompute=self.deployment.recompute,
+            clock=clock,
         )
 
     def worker_plan(
@@ -185,11 +200,14 @@ class Assembly:
             host_bytes=0 if host is None else int(host.capacity),
             staging_bytes=int(self.deployment.limits.staging),
             tiers=self.specs(),
-            open_store=lambda tier, geometry: self.open_store(
-                tier, geometry, fingerprint, writable=True
+            open_store=lambda tier, geometry, epoch: self.open_namespace(
+                tier, geometry, Namespace(fingerprint, epoch), writable=True
             ),
             registry=self.registry(),
             limits=self.limits(),
             drain_seconds=self.deployment.limits.drain,
             care=care_of(self.deployment),
+            host_tier=None if host is None else host.name,
+            probe=True,
+            erase=self.deployment.on_reset == "erase",
         )

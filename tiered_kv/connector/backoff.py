@@ -37,6 +37,10 @@ class Backoff:
         for key in keys:
             self._until.pop((tier, key), None)
 
+    def clear(self) -> None:
+        """Ask for every key again."""
+        self._until.clear()
+
     def holds(self, tier: str, key: BlockKey, now: float) -> bool:
         """Whether the tier is not to be asked for the key at `now`."""
         until = self._until.get((tier, key))

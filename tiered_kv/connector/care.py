@@ -1,4 +1,4 @@
-"""How a rank keeps the blocks of its stores right: what is compared at loads, and the scrub."""
+"""How a rank looks after its stores: what is compared at loads, the scrub, and their wear."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ class TierCare:
     """Bytes per second; 0: not at all."""
     drop: bool = True
     """Whether what the scrub finds bad may be dropped: False where the tier is read only."""
+    write_budget: int = 0
+    """Bytes per day that all who use the tier may write to it; 0: no limit."""
 
 
 def care_of(deployment: Deployment) -> dict[str, TierCare]:
     """By store tier. A tier of a type that knows nothing of it is verified always."""
     return {
-        tier.name: TierCare(VerifyMode(tier.verify), tier.scrub, tier.writable)
+        tier.name: TierCare(VerifyMode(tier.verify), tier.scrub, tier.writable, tier.write_budget)
         for tier in deployment.stores
         if isinstance(tier, StoreSettings)
     }
@@ -79,6 +81,14 @@ class Scrubbers:
                 )
             except RuntimeError as error:  # no thread to be had
                 logger.warning("tier %s is not scrubbed: %s", tier, error)
+
+    def remove(self, tier: str) -> None:
+        """A tier has no store any more. Waits for nothing: a batch that is being read ends, maybe
+        with an error, when the store is closed."""
+        with self._lock:
+            running = self._running.pop(tier, None)
+        if running is not None:
+            running.close(0.0)
 
     def _checked(self, tier: str, batch: Verified) -> None:
         self._stats.scrubbed(

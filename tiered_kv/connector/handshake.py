@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tiered_kv.connector.proof import Proof, expected_proof
 from tiered_kv.errors import IdentityError
+from tiered_kv.stats import TierCondition
 from tiered_kv.values import CacheGeometry, Fingerprint
 
 __all__ = ["Handshake", "agreed"]
@@ -26,6 +27,8 @@ class Handshake:
 
     proof: Proof | None = None
     """What the rank's start-up self-test found; None where none was run."""
+    conditions: tuple[TierCondition, ...] = ()
+    """How the rank finds the tiers, as in `WorkerReport.conditions`."""
 
     def check(self, expected: Fingerprint, others: tuple[Handshake, ...]) -> None:
         """Compare with the manager's fingerprint and with the other ranks.

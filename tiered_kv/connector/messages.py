@@ -7,10 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiered_kv.specs import LoadJob, SlotRef, StoreJob
+from tiered_kv.specs import LoadJob, PromoteJob, SlotRef, StoreJob
+from tiered_kv.stats import TierCondition, TierWear
 from tiered_kv.values import BlockKey, BlockStatus, JobId
 
-__all__ = ["ConnectorMetadata", "FailedBlock", "WorkerReport"]
+__all__ = ["ConnectorMetadata", "FailedBlock", "Orders", "WorkerReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Manager -> worker, of our own: what the engine knows nothing of."""
+
+    promotions: tuple[PromoteJob, ...] = ()
+    epoch: bytes | None = None
+    """The epoch that stores belong to from now on (`Namespace.epoch`); None: no change."""
+    resets: int = 0
+    """How often the cache was reset before this message; its jobs belong to the time since."""
+
+    def __bool__(self) -> bool:
+        return bool(self.promotions or self.epoch is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +37,7 @@ class ConnectorMetadata:
     flush: frozenset[JobId] = frozenset()
     """Stores whose engine blocks are about to be reused: they must have been read, or be given
     up, before the step goes on."""
+    orders: Orders = Orders()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,8 @@ class FailedBlock:
     key: BlockKey
     status: BlockStatus
     request: str
+    resets: int = 0
+    """Of the message that its job came with; see `Orders.resets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +59,22 @@ class WorkerReport:
     failed_stores: tuple[FailedBlock, ...] = ()
     released: tuple[tuple[int, SlotRef], ...] = ()
     """(rank, slot): this rank does not read the slot any more."""
+    promoted: tuple[tuple[int, JobId, tuple[BlockStatus, ...]], ...] = ()
+    """(rank, promotion, status of each of its blocks): promotions that have ended on a rank."""
+    conditions: tuple[tuple[int, TierCondition], ...] = ()
+    """(rank, condition): tiers whose condition has changed on a rank, in order."""
+    worn: tuple[tuple[int, TierWear], ...] = ()
+    """(rank, what was written): tiers with a write budget, as a rank knows it."""
 
     def __bool__(self) -> bool:
-        return bool(self.failed_loads or self.failed_stores or self.released)
+        return bool(
+            self.failed_loads
+            or self.failed_stores
+            or self.released
+            or self.promoted
+            or self.conditions
+            or self.worn
+        )
 
     def merged(self, other: WorkerReport) -> WorkerReport:
         """The report of two ranks, or of two steps, as one."""
@@ -51,4 +82,7 @@ class WorkerReport:
             self.failed_loads + other.failed_loads,
             self.failed_stores + other.failed_stores,
             self.released + other.released,
+            self.promoted + other.promoted,
+            self.conditions + other.conditions,
+            self.worn + other.worn,
         )

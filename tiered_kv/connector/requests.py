@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.placement import CutReason
 from tiered_kv.specs import SlotRef
 from tiered_kv.values import BlockKey
 
-__all__ = ["Answer", "RequestState", "allowed_tiers"]
+__all__ = ["Answer", "Loading", "RequestState", "allowed_tiers"]
 
 
 class Answer(Enum):
@@ -24,6 +26,16 @@ class Answer(Enum):
     RETRY = "retry"
     """Not known yet; ask again."""
     MISS = "miss"
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A block of a load that runs."""
+
+    tier: str
+    """It comes from here."""
+    size: int
+    """Bytes per rank; 0 where that is not known."""
 
 
 @dataclass(slots=True)
@@ -39,15 +51,37 @@ class RequestState:
     answers: dict[BlockKey, Answer] = field(default_factory=dict)
     sources: dict[BlockKey, str] = field(default_factory=dict)
     """Tier of each HIT."""
+    withheld: Counter[tuple[str, CutReason]] = field(default_factory=Counter)
+    """Blocks that a tier holds but was not to answer for, when it was asked last."""
+    keys: Sequence[BlockKey] = ()
+    """What was asked for last, group by group."""
+    tokens: int | None = None
+    """Tokens that the request had then; None: not known."""
+    cut: tuple[int, CutReason] | None = None
+    """Tokens up to which its prefix is loaded at most, as was decided, and why."""
+    decided: bool = False
+    """Whether it was decided about since its answers were forgotten."""
+    found_at: float | None = None
+    """Monotonic seconds since which it could have been loaded."""
+    load_seconds: float = 0.0
+    """How long its load was predicted to take then."""
+    patience: float = 0.0
+    """Seconds for which it waits, then, for another request that loads its blocks."""
     asked_since: float | None = None
     """Monotonic seconds of the first lookup that is not settled yet."""
     answered_at: float = 0.0
     failures: int = 0
     """Failed blocks, of all requests, that were known when `answers` was made."""
     failed_loads: int = 0
+    far_until: float | None = None
+    """Until when it waits for blocks of far tiers, in monotonic seconds; once in its life."""
+    news: int = -1
+    """What was known of promotions when `answers` was made, where it waits for nothing else."""
+    unpromoted: set[tuple[str, str]] = field(default_factory=set)
+    """(tier, reason) of blocks that were counted as not promoted."""
     finished: bool = False
-    loading: dict[BlockKey, str] = field(default_factory=dict)
-    """Tier that each block of the running load comes from."""
+    loading: dict[BlockKey, Loading] = field(default_factory=dict)
+    """The blocks of the running load."""
     pins: list[SlotRef] = field(default_factory=list)
     """Host slots that the running load pins."""
 
@@ -60,7 +94,11 @@ class RequestState:
         self.computed = -1
         self.answers.clear()
         self.sources.clear()
+        self.cut = None
+        self.found_at = None
+        self.decided = False
         self.asked_since = None
+        self.news = -1
 
 
 def allowed_tiers(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +13,8 @@ from tiered_kv.specs import KeySpec
 from tiered_kv.values import BlockKey, CacheGeometry
 
 __all__ = ["KeyMirror", "Mirrors", "TierView"]
+
+logger = logging.getLogger(__name__)
 
 
 class KeyMirror(Protocol):
@@ -43,8 +47,12 @@ class TierView:
     spec: type[KeySpec]
     write: bool
     """Whether stores go to it."""
-    mirror: Callable[[CacheGeometry], KeyMirror]
-    """Makes the mirror once the geometry is known."""
+    mirror: Callable[[CacheGeometry, bytes], KeyMirror]
+    """Makes the mirror of an epoch (`Namespace.epoch`) once the geometry is known."""
+
+
+MOST_LEFT = 4
+"""While so many mirrors of a tier have been left, and hang in its store, no further one is made."""
 
 
 class Mirrors(dict[str, KeyMirror]):
@@ -52,19 +60,32 @@ class Mirrors(dict[str, KeyMirror]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left: list[KeyMirror] = []
+        self._left: list[tuple[str, KeyMirror]] = []
+
+    def open(self, tiers: Iterable[TierView], geometry: CacheGeometry, epoch: bytes) -> None:
+        """Make the mirrors of an epoch. A tier whose stores hang gets none, and its lookups miss,
+        until the next time."""
+        self._left = [left for left in self._left if not left[1].close(timeout=0.0)]
+        hanging = Counter(tier for tier, _ in self._left)
+        for tier in tiers:
+            if hanging[tier.name] >= MOST_LEFT:
+                logger.warning(
+                    "tier %s is not looked up until the next reset: its store hangs", tier.name
+                )
+            else:
+                self[tier.name] = tier.mirror(geometry, epoch)
 
     def leave(self) -> None:
         """Use none of them any more; each closes its store on its own thread."""
-        for mirror in self.values():
+        for tier, mirror in self.items():
             mirror.close(timeout=0.0)
-            self._left.append(mirror)
+            self._left.append((tier, mirror))
         self.clear()
 
     def close(self, seconds: float) -> None:
         """Leave them, and wait at most `seconds` for all of them together. Idempotent."""
         self.leave()
         until = time.monotonic() + seconds
-        for mirror in self._left:
+        for _, mirror in self._left:
             mirror.close(timeout=max(0.0, until - time.monotonic()))
         self._left = []

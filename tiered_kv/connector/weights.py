@@ -38,7 +38,10 @@ def weights_identity(model: Path, *, cache: Path | None = None) -> str:
     commit = SNAPSHOT.search(str(model))
     if commit is not None:
         return f"commit:{commit.group(1)}"
-    files = _weight_files(model)
+    try:
+        files = _weight_files(model)
+    except OSError as error:
+        raise IdentityError(f"cannot read the weights of {model}: {error}") from error
     if not files:
         raise IdentityError(
             f"{model} holds no weight file ({', '.join(SUFFIXES)}), so its blocks cannot be told "

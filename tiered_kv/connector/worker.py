@@ -1,113 +1,83 @@
 """The worker half: one per rank. It owns the memory and the I/O, and submits every transfer.
 
 Methods are called by the engine's model-runner thread unless said otherwise; none of them raises
-after the start, and none waits longer than its deadline.
+after the start (see `tiered_kv.connector.border`), and none waits longer than its deadline.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from tiered_kv.connector.care import Scrubbers, TierCare
+from tiered_kv.connector.border import Border, guarded
 from tiered_kv.connector.handshake import Handshake
-from tiered_kv.connector.messages import ConnectorMetadata, FailedBlock, WorkerReport
-from tiered_kv.connector.occupancy import OccupancyReporter
-from tiered_kv.connector.opening import StoreOpener
+from tiered_kv.connector.live import LiveTier, LiveView
+from tiered_kv.connector.messages import ConnectorMetadata, FailedBlock, Orders, WorkerReport
+from tiered_kv.connector.plan import WorkerPlan
 from tiered_kv.connector.proof import Proof, ProofRun, of_self_test
-from tiered_kv.contracts import BlockStore
-from tiered_kv.engine import EngineLimits, TransferEngine
+from tiered_kv.connector.rank_stores import RankStores
+from tiered_kv.connector.submission import Submission
+from tiered_kv.engine import TransferEngine
 from tiered_kv.errors import UnsupportedError
-from tiered_kv.memory import HostBlockPool, KVCaches, PageState, device_of
-from tiered_kv.registry import TransferRegistry
-from tiered_kv.specs import JobResult, KeySpec, LoadJob, SlotRef, StoreJob
-from tiered_kv.stats import StatsDelta, StatsRecorder
+from tiered_kv.memory import HostBlockPool, KVCaches, PageState
+from tiered_kv.specs import JobResult, LoadJob, SlotRef, StoreJob
+from tiered_kv.stats import StatsDelta, StatsRecorder, TierCondition, TierWear
 from tiered_kv.values import (
     BlockStatus,
     CacheGeometry,
-    Fingerprint,
-    GroupGeometry,
     JobId,
     JobKind,
+    Namespace,
 )
 
-__all__ = ["WorkerConnector", "WorkerPlan"]
+__all__ = ["WorkerConnector"]
 
 logger = logging.getLogger(__name__)
 
-DEFERRED_STORE_SECONDS = 0.02
-"""A deferred store that no engine step follows within this time is submitted by a timer."""
 
-FLUSH_SECONDS = 1.0
-"""Longest wait for stores whose engine blocks are about to be reused."""
+PROBED_SECONDS = 1.0
+"""How long the start waits until the speed of the tiers that are open is known."""
 
-REMEMBERED_JOBS = 4096
-"""So many jobs back a repeated one is noticed."""
-
-OPEN_WAIT_SECONDS = 1.0
-"""How long the start waits for the stores, so that a misconfigured one is refused at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """What one rank is built from; made from the deployment's YAML and the engine's settings."""
-
-    fingerprint: Fingerprint
-    rank: int
-    world_size: int
-    group_layers: tuple[tuple[str, ...], ...]
-    """Layer names of each KV group."""
-    group_tokens: tuple[int, ...]
-    """Tokens per engine block of each KV group."""
-    chunk: int
-    """Engine blocks per block."""
-    host_bytes: int
-    """Capacity of the cpu tier for this rank; 0 without one."""
-    staging_bytes: int
-    tiers: Mapping[str, type[KeySpec]]
-    """Store tiers, nearest first."""
-    open_store: Callable[[str, CacheGeometry], BlockStore]
-    """Opens a tier's store for reading and writing. Called on a thread of its own."""
-    registry: TransferRegistry
-    limits: EngineLimits
-    drain_seconds: float
-    care: Mapping[str, TierCare] = field(default_factory=dict)
-    """By store tier; one that is not named is verified always and not scrubbed."""
+CLOSE_SECONDS = 0.5
+"""Longest wait at the end, behind the drain, for what is being closed."""
 
 
 class WorkerConnector:
     """Engine-neutral worker connector. One thread calls it, except where noted."""
 
     def __init__(self, plan: WorkerPlan) -> None:
-        self._plan = plan
+        self.plan = plan
+        """What it was built from."""
         self._engine: TransferEngine | None = None
         self._pool: HostBlockPool | None = None
-        self._opener: StoreOpener | None = None
+        self._stores: RankStores | None = None
+        self._submission: Submission | None = None
         self._geometry: CacheGeometry | None = None
         self._caches: KVCaches | None = None
         self._proof: Proof | None = None
         self._tier_slots = 0
         self.stats = StatsRecorder(f"rank {plan.rank}")
-        self._occupancy = OccupancyReporter(self.stats)
-        self._scrubbers = Scrubbers(plan.care, self.stats, self._is_loading)
-        self._lock = threading.Lock()
-        self._deferred: list[tuple[StoreJob, object | None]] = []
-        """Stores with the fence that they come after."""
-        self._timer: threading.Timer | None = None
-        self._flushed: set[JobId] = set()
-        self._given: OrderedDict[JobId, None] = OrderedDict()
-        """The latest jobs that were submitted, or refused: ids are used once."""
-        self._open_stores: dict[str, set[JobId]] = {}
         self._finished_requests: set[str] = set()
         self._completed: list[JobResult] = []
-        self._refused: list[JobResult] = []
-        self._released: list[SlotRef] = []
         self._failed_loads: list[FailedBlock] = []
         self._failed_stores: list[FailedBlock] = []
+        self._released: list[SlotRef] = []
+        self.border = Border(self.stats)
+        self._orders = Orders()
+        """The latest that told of a reset."""
+        self._serves = True
+        """False once the engine's caches cannot be used any more."""
+        self._in_order = True
+        """False while what a reset asks for is not done: no job is begun."""
+        self._ending = threading.Lock()
+        self._at_exit: Callable[[], None] | None = None
         self._closed = False
 
     # Start
@@ -115,13 +85,14 @@ class WorkerConnector:
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Take over the engine's caches: layer name -> tensor whose first dimension is blocks.
 
-        Handlers are made for the caches given here. Called once, before any job.
+        Handlers are made for the caches given here. Called before any job, and again where the
+        engine has other tensors after a pause; see `attach`.
 
         Raises:
             UnsupportedError: a tensor's shape, strides or device cannot be copied safely.
             RefuseToStart: a tier cannot be used as configured.
         """
-        self.attach(KVCaches.from_named(kv_caches, self._plan.group_layers))
+        self._register(lambda: KVCaches.from_named(kv_caches, self.plan.group_layers))
 
     def register_cross_layers_kv_cache(self, kv_cache: Any) -> None:
         """Take over one tensor that holds all layers: its first dimension is blocks.
@@ -130,99 +101,92 @@ class WorkerConnector:
             UnsupportedError: the engine has several KV groups, or the tensor cannot be copied.
             RefuseToStart: a tier cannot be used as configured.
         """
-        self.attach(KVCaches.from_named({"all layers": kv_cache}, [["all layers"]]))
+        self._register(lambda: KVCaches.from_named({"all layers": kv_cache}, [["all layers"]]))
+
+    def _register(self, make: Callable[[], KVCaches]) -> None:
+        if self._engine is None:
+            self.attach(make())
+        else:
+            self._attach_again(make)
 
     def attach(self, caches: KVCaches) -> None:
         """Build the pool and the transfer engine for these caches, and begin to open the stores.
+
+        Another time, these take the place of the caches given before: jobs on those are waited for
+        as at a flush, or given up; pool and stores stay as they are. It raises nothing then: caches
+        of another shape, or that cannot be copied, are refused, in the log, and this rank loads and
+        stores nothing any more.
 
         Raises:
             UnsupportedError: the caches do not have the KV groups that the engine announced.
             RefuseToStart: a tier cannot be used as configured.
         """
-        plan = self._plan
-        if len(caches.groups) != len(plan.group_tokens):
-            raise UnsupportedError(
-                f"the engine has {len(plan.group_tokens)} KV groups, but registered caches for "
-                f"{len(caches.groups)}; one tensor for all layers is for one KV group"
-            )
-        self._caches = caches
-        groups = tuple(
-            GroupGeometry(
-                index=index,
-                block_bytes=caches.block_bytes(index, plan.chunk),
-                chunk=plan.chunk,
-                tokens=tokens * plan.chunk,
-            )
-            for index, tokens in enumerate(plan.group_tokens)
-        )
-        geometry = CacheGeometry(groups, plan.rank, plan.world_size)
-        slot_bytes = geometry.slot_bytes
-        self._tier_slots = plan.host_bytes // slot_bytes
-        # One for each tier that is read from, and one for stores: none can starve another then.
-        staging_slots = max(1 + max(1, len(plan.tiers)), plan.staging_bytes // slot_bytes)
-        self._geometry = geometry
-        device = device_of(caches.device)
-        self._pool = HostBlockPool(
-            self._tier_slots,
-            staging_slots,
-            slot_bytes,
-            register=None if device is None else device.register_host,
-            unregister=None if device is None else device.unregister_host,
-        )
-        engine = TransferEngine(
-            registry=plan.registry,
-            geometry=geometry,
-            memory=self._pool,
-            tiers=plan.tiers,
-            limits=plan.limits,
-            stats=self.stats,
-            caches=caches,
-            verify={tier: care.verify for tier, care in plan.care.items()},
-        )
-        self._engine = engine
+        if self._engine is not None:
+            self._attach_again(lambda: caches)
+            return
+        plan = self.plan
+        geometry = plan.geometry_of(caches)
+        self._caches, self._geometry = caches, geometry
+        self._tier_slots = plan.host_slots(geometry)
+        self._pool = pool = plan.pool(caches, geometry)
+        self._engine = engine = plan.engine(caches, geometry, pool, self.stats)
+        # A process that ends without a shutdown stores what it can all the same.
+        self._at_exit = partial(_shut_down, weakref.ref(self))
+        atexit.register(self._at_exit)
+        self._submission = Submission(engine, self._fence, self.border)
         logger.info(
             "rank %d of %d: blocks of %s bytes, %d host slots and %d staging slots of %d bytes",
             plan.rank,
             plan.world_size,
-            ", ".join(str(group.block_bytes) for group in groups),
+            ", ".join(str(group.block_bytes) for group in geometry.groups),
             self._tier_slots,
-            staging_slots,
-            slot_bytes,
+            pool.staging_slots,
+            pool.slot_bytes,
         )
-        self._opener = StoreOpener(
-            lambda tier: plan.open_store(tier, geometry),
-            opened=self._opened,
-            failed=engine.detach_failed,
+        self._stores = RankStores(
+            lambda tier, epoch: plan.open_store(tier, geometry, epoch),
+            engine=engine,
+            geometry=geometry,
+            care=plan.care,
+            stats=self.stats,
+            retry_after=plan.limits.retry_after,
+            erase=plan.erase,
         )
         try:
-            self._opener.start(tuple(plan.tiers), wait_seconds=OPEN_WAIT_SECONDS)
+            self._stores.open(tuple(plan.tiers))
         except BaseException:
             self.shutdown()
             raise
 
-    def _opened(self, tier: str, store: BlockStore) -> None:
-        self.engine.attach(tier, store)
-        try:
-            stat = store.stat()
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; its tier serves
-            logger.warning("tier %s is open but cannot say how full it is: %s", tier, error)
-            return
-        if self._plan.rank == 0:  # the ranks share the stores
-            self._occupancy.add(tier, store)
-        if self._geometry is not None:
-            self._scrubbers.add(tier, store, self._geometry)
-        modes = ", ".join(f"{name} {mode}" for name, mode in sorted(stat.modes.items()))
-        logger.info(
-            "tier %s is open: %d blocks, %d of %d bytes used; %s",
-            tier,
-            stat.blocks,
-            stat.used_bytes,
-            stat.capacity_bytes,
-            modes,
+    def serve_nothing(self, *_: object) -> None:
+        """The engine's caches cannot be copied from or to any more: load and store nothing."""
+        self._serves = False
+        logger.error(
+            "rank %d: the engine's KV caches were replaced by some that cannot be used; blocks are "
+            "neither loaded nor stored until the engine is restarted",
+            self.plan.rank,
         )
 
-    def _is_loading(self, tier: str) -> bool:
-        return self.engine.is_loading(tier)
+    @guarded(serve_nothing)
+    def _attach_again(self, make: Callable[[], KVCaches]) -> None:
+        self._serves = False
+        self.submission.give_up_all()
+        caches = make()
+        geometry = self.plan.geometry_of(caches)
+        if geometry != self._geometry:
+            raise UnsupportedError(
+                f"the engine registered KV caches anew, of {geometry}; before they were of "
+                f"{self._geometry}"
+            )
+        self.engine.use_caches(caches)
+        self._caches = caches
+        self._serves = True
+        logger.info("rank %d: the engine's KV caches were registered anew", self.plan.rank)
+
+    @property
+    def attached(self) -> bool:
+        """Whether caches were registered."""
+        return self._engine is not None
 
     def handshake(self) -> Handshake:
         """What the manager half has to know of this rank. The host pool grows from now on: the
@@ -230,7 +194,8 @@ class WorkerConnector:
 
         Runs the start-up self-test first, once: the engine must be idle, and waits a few
         milliseconds, at most `tiered_kv.connector.proof.PROOF_SECONDS`; longer only where a copy
-        into the engine's cache does not end.
+        into the engine's cache does not end. Then waits until the speed of the tiers that are open
+        is known, at most `PROBED_SECONDS`.
 
         Raises:
             RefuseToStart: that copy hangs.
@@ -238,13 +203,17 @@ class WorkerConnector:
         """
         if self._geometry is None or self._caches is None or self._pool is None:
             raise RuntimeError("handshake before register_kv_caches")
-        plan, geometry = self._plan, self._geometry
+        plan, geometry = self.plan, self._geometry
         if self._proof is None:
             run = ProofRun(self.engine, self.memory, self._caches, geometry, plan.fingerprint)
             with self.stats.silence():
                 self._proof = run.run()
         self._pool.grow(self._grown)
-        return Handshake(plan.fingerprint, geometry, self._tier_slots, self._proof)
+        self.engine.wait_probed(PROBED_SECONDS)
+        conditions = self.plan.named(self.engine.conditions(every=True))
+        return Handshake(
+            plan.fingerprint, geometry, self._tier_slots, self._proof, conditions=conditions
+        )
 
     def _grown(self, state: PageState) -> None:
         self.stats.host_pool(
@@ -254,7 +223,7 @@ class WorkerConnector:
             pinned_bytes=state.pinned_bytes,
         )
         modes = "; ".join(f"{name} {mode}" for name, mode in state.modes().items())
-        logger.info("rank %d: host pool: %s", self._plan.rank, modes)
+        logger.info("rank %d: host pool: %s", self.plan.rank, modes)
 
     @property
     def engine(self) -> TransferEngine:
@@ -266,6 +235,13 @@ class WorkerConnector:
         if self._engine is None:
             raise RuntimeError("no KV caches are registered")
         return self._engine
+
+    @property
+    def submission(self) -> Submission:
+        """The rank's jobs on their way to the engine; raises RuntimeError without caches."""
+        if self._submission is None:
+            raise RuntimeError("no KV caches are registered")
+        return self._submission
 
     @property
     def memory(self) -> HostBlockPool:
@@ -280,36 +256,46 @@ class WorkerConnector:
 
     # Every engine step
 
+    def _refuse_loads(self, metadata: ConnectorMetadata) -> None:
+        self._refuse(metadata.loads)
+        if self._submission is not None:
+            self._submission.refuse_promotions(metadata.orders.promotions)
+
+    def _refuse_stores(self, metadata: ConnectorMetadata) -> None:
+        self._refuse(metadata.stores)
+
+    def _give_up(self, metadata: ConnectorMetadata) -> None:
+        """Nothing of these is to be read from the engine's blocks, or written to them, any more."""
+        submission = self._submission
+        if submission is not None:
+            self.border.insist("Submission.give_up", lambda: submission.give_up(metadata.flush))
+        self._refuse([job for job in metadata.stores if job.id in metadata.flush])
+
+    def _refuse(self, jobs: Sequence[LoadJob | StoreJob]) -> None:
+        if self._submission is not None:
+            self._submission.refuse(jobs)
+
+    @guarded(_give_up)
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
         """Submit the deferred stores, then wait until the jobs to flush have left the engine's
         blocks alone; what does not end in time is poisoned (never published, never written)."""
-        self._submit_deferred()
-        flush = metadata.flush
-        if not flush:
-            return
-        stores = [job for job in metadata.stores if job.id in flush]
-        after = self._fence() if stores else None
-        with self._lock:
-            for job in stores:
-                self._flushed.add(job.id)
-                self._submit_store(job, after)
-        late = self.engine.wait(flush, FLUSH_SECONDS)
-        if late:
-            logger.warning(
-                "%d transfers did not leave the engine's blocks within %g s and were given up",
-                len(late),
-                FLUSH_SECONDS,
-            )
-            self.engine.poison(late)
+        self._take_orders(metadata.orders)
+        if not (self._in_order and self._serves):
+            self._refuse([job for job in metadata.stores if job.id in metadata.flush])
+        self.submission.flush(metadata)
 
+    @guarded(_refuse_loads)
     def start_kv_transfers(self, metadata: ConnectorMetadata) -> None:
-        """Submit the stores deferred from the step before, then this step's loads."""
-        self._submit_deferred()
-        after = self._fence() if metadata.loads else None
-        with self._lock:
-            for job in metadata.loads:
-                self._submit(job, after)
+        """Submit the stores deferred from the step before, then this step's loads and
+        promotions."""
+        self._take_orders(metadata.orders)
+        if not (self._in_order and self._serves):
+            self._refuse_loads(metadata)
+            return
+        self.submission.load(metadata)
+        self.submission.promote(metadata.orders.promotions)
 
+    @guarded(_refuse_stores)
     def prepare_store_kv(self, metadata: ConnectorMetadata) -> None:
         """Queue this step's stores, to be submitted after the transfers that sampling waits for:
         at the next step, or by a timer where no step follows.
@@ -317,31 +303,30 @@ class WorkerConnector:
         What computes the blocks has been given to the device by now, so the fence that their copies
         wait for is recorded here: the timer's thread knows nothing of the engine's stream.
         """
-        after = self._fence() if metadata.stores else None
-        with self._lock:
-            for job in metadata.stores:
-                if job.id in self._flushed:
-                    self._flushed.discard(job.id)
-                    continue
-                self._deferred.append((job, after))
-            if self._deferred and self._timer is None and not self._closed:
-                timer = threading.Timer(DEFERRED_STORE_SECONDS, self._submit_deferred)
-                timer.daemon = True
-                try:
-                    timer.start()
-                except RuntimeError as error:  # no thread to be had: the next step submits them
-                    logger.warning("stores wait for the engine's next step: %s", error)
-                else:
-                    self._timer = timer
+        self._take_orders(metadata.orders)
+        if not (self._in_order and self._serves):
+            self._refuse(metadata.stores)
+            return
+        self.submission.defer(metadata)
 
-    def _submit_deferred(self) -> None:
-        with self._lock:
-            jobs, self._deferred = self._deferred, []
-            timer, self._timer = self._timer, None
-            if timer is not None:
-                timer.cancel()
-            for job, after in jobs:
-                self._submit_store(job, after)
+    def _take_orders(self, orders: Orders) -> None:
+        """Do what the manager orders, once for each message, before any job of the message."""
+        told = self._orders
+        # An epoch that was drawn late comes with the number of its reset once more.
+        late = orders.resets == told.resets and orders.epoch not in (None, told.epoch)
+        if orders.resets <= told.resets and not late:
+            return
+        epoch = self._orders.epoch if orders.epoch is None and not self._in_order else orders.epoch
+        self._orders = replace(orders, epoch=epoch)
+        self._in_order = False
+        self.border.insist("WorkerConnector.reset", self._reset)
+
+    def _reset(self) -> None:
+        self.submission.begin_era(self._orders.resets)
+        if self._orders.epoch is not None and self._stores is not None:
+            self.engine.poison_stores()
+            self._stores.begin_epoch(self._orders.epoch)
+        self._in_order = True
 
     def _fence(self) -> object | None:
         """The point behind what the model-runner thread has given the device; see
@@ -354,30 +339,7 @@ class WorkerConnector:
             logger.error("the engine's device cannot say how far it is: %s", error)
             return None
 
-    def _submit_store(self, job: StoreJob, after: object | None) -> None:
-        if job.id not in self._given:
-            self._open_stores.setdefault(job.request, set()).add(job.id)
-        self._submit(job, after)
-
-    def _submit(self, job: LoadJob | StoreJob, after: object | None) -> None:
-        if job.id in self._given:
-            logger.error("job %d of request %s was given twice; it runs once", job.id, job.request)
-            return
-        self._given[job.id] = None
-        if len(self._given) > REMEMBERED_JOBS:
-            self._given.popitem(last=False)
-        try:
-            self.engine.submit(job, after)
-        except (ValueError, RuntimeError) as error:
-            # The inference engine must hear of every job it gave us, and of no exception.
-            logger.error("job %d of request %s was not begun: %s", job.id, job.request, error)
-            cancelled = (BlockStatus.CANCELLED,) * len(job.keys)
-            self._refused.append(
-                JobResult(job.id, job.kind, job.request, job.keys, cancelled, 0, 0.0)
-            )
-            if isinstance(job, StoreJob) and job.dst.first is not None:
-                self._released.extend(job.dst.first.slots)
-
+    @guarded(lambda *_: (set[str](), set[str]()))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Pop finished jobs.
 
@@ -389,31 +351,38 @@ class WorkerConnector:
             requests whose load is done, well or not.
         """
         received: set[str] = set()
-        with self._lock:
-            self._finished_requests.update(finished_req_ids)
-            refused, self._refused = self._refused, []
-            for result in (*self.engine.finished(), *refused):
-                if of_self_test(result):
-                    continue
-                self._completed.append(result)
-                if result.kind is JobKind.LOAD:
-                    received.add(result.request)
-                    self._failed_loads.extend(_failures(result))
-                else:
-                    self._failed_stores.extend(_failures(result))
-                    jobs = self._open_stores.get(result.request)
-                    if jobs is not None:
-                        jobs.discard(result.id)
-                        if not jobs:
-                            del self._open_stores[result.request]
-            deferred = {job.request for job, _ in self._deferred}
-            sent = {
-                request
-                for request in self._finished_requests
-                if request not in self._open_stores and request not in deferred
-            }
-            self._finished_requests -= sent
+        submission = self.submission
+        self._finished_requests.update(finished_req_ids)
+        none: list[JobResult] = []
+        ended = self.border.call("TransferEngine.finished", self.engine.finished, none)
+        refused = self.border.call("Submission.take_refused", submission.take_refused, none)
+        for result in (*ended, *refused):
+            if of_self_test(result):
+                continue
+            self._completed.append(result)
+            failures = _failures(result, self._ended(result))
+            if result.kind is JobKind.LOAD:
+                received.add(result.request)
+                self._failed_loads.extend(failures)
+            else:
+                self._failed_stores.extend(failures)
+        # Where that is not known, none is over yet.
+        unknown = frozenset(self._finished_requests)
+        storing = self.border.call("Submission.storing", submission.storing, unknown)
+        sent = self._finished_requests - storing
+        self._finished_requests -= sent
         return sent, received
+
+    def _ended(self, result: JobResult) -> int:
+        """How many resets a job came after."""
+        resets = self._orders.resets
+
+        def ended() -> None:
+            nonlocal resets
+            resets = self.submission.ended(result)
+
+        self.border.insist("Submission.ended", ended)
+        return resets
 
     def failed_requests(self) -> set[str]:
         """Requests whose load failed since the last `take_report`."""
@@ -424,62 +393,107 @@ class WorkerConnector:
         completed, self._completed = self._completed, []
         return tuple(completed)
 
+    @guarded(lambda *_: None)
     def take_report(self) -> WorkerReport | None:
         """News for the manager half since the last call; None if there is none."""
-        rank = self._plan.rank
-        with self._lock:  # the timer's thread may be refusing a job
-            refused, self._released = self._released, []
-        released: Sequence[SlotRef] = (*self.engine.released(), *refused)
-        staging = [slot for slot in released if slot.number >= self._tier_slots]
+        rank = self.plan.rank
+        none: list[SlotRef] = []
+        for where, take in (
+            ("TransferEngine.released", self.engine.released),
+            ("Submission.take_released", self.submission.take_released),
+        ):
+            self._released += self.border.call(where, take, none)
+        staging = [slot for slot in self._released if slot.number >= self._tier_slots]
         if staging:  # of a self-test that had not waited for its store
-            self.memory.give_back(staging)
-            released = [slot for slot in released if slot.number < self._tier_slots]
+            self._released = [slot for slot in self._released if slot.number < self._tier_slots]
+            self.border.insist("HostBlockPool.give_back", lambda: self.memory.give_back(staging))
+        call = self.border.call
+        ended: list[tuple[JobId, tuple[BlockStatus, ...]]] = []
+        promoted = call("Submission.take_promoted", self.submission.take_promoted, ended)
+        unchanged: tuple[TierCondition, ...] = ()
+        unworn: tuple[TierWear, ...] = ()
+        conditions = call("TransferEngine.conditions", self._news_of_tiers, unchanged)
+        worn = call("RankStores.take_wear", self._take_wear, unworn)
         report = WorkerReport(
-            tuple(self._failed_loads),
-            tuple(self._failed_stores),
-            tuple((rank, slot) for slot in released),
+            failed_loads=tuple(self._failed_loads),
+            failed_stores=tuple(self._failed_stores),
+            released=tuple((rank, slot) for slot in self._released),
+            promoted=tuple((rank, job, statuses) for job, statuses in promoted),
+            conditions=tuple((rank, condition) for condition in conditions),
+            worn=tuple((rank, wear) for wear in worn),
         )
         self._failed_loads = []
         self._failed_stores = []
+        self._released = []
         return report or None
 
+    def _news_of_tiers(self) -> tuple[TierCondition, ...]:
+        return self.plan.named(self.engine.conditions())
+
+    def _take_wear(self) -> tuple[TierWear, ...]:
+        return () if self._stores is None else self._stores.take_wear()
+
+    @guarded(lambda *_: None)
     def get_kv_connector_stats(self) -> StatsDelta | None:
         """What was counted since the last call, per tier and per hop; None if nothing was."""
         return self.stats.take()
+
+    def view(self) -> LiveView:
+        """For `tiered-kv top`; any thread."""
+        tiers = self.plan.named(self.engine.standing())
+        return LiveView(
+            source=f"rank {self.plan.rank}",
+            namespace=Namespace(self.plan.fingerprint).id.hex(),
+            pid=os.getpid(),
+            tiers={one.tier: LiveTier(one.state.value, one.reason) for one in tiers},
+            modes=self.engine.modes(),
+            stats=self.stats.snapshot(),
+        )
 
     # End
 
     def drain(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for all transfers and all write-behind; True if done."""
-        self._submit_deferred()
+        self.submission.submit_deferred()
         return self.engine.drain(timeout)
 
     def shutdown(self) -> None:
-        """Drain within the deadline, then let go of everything. Idempotent."""
-        with self._lock:
+        """Drain within the deadline, then let go of everything, within a second more. Idempotent;
+        any thread: a second one does not wait for the first. Where the process ends without it, it
+        is called then, as far as the interpreter gets to end in order."""
+        with self._ending:
             if self._closed:
                 return
             self._closed = True
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        call = self.border.call
+        if self._submission is not None:
+            call("Submission.close", self._submission.close, None)
         if self._engine is not None:
-            self._submit_deferred()
-            clean = self._engine.close(self._plan.drain_seconds)
-            if not clean:
+            engine, seconds = self._engine, self.plan.drain_seconds
+            if not call("TransferEngine.close", lambda: engine.close(seconds), False):
                 logger.warning(
                     "some blocks were not written behind within %g s at shutdown; "
                     "they will be recomputed",
-                    self._plan.drain_seconds,
+                    seconds,
                 )
-        self._occupancy.close(timeout=1.0)
-        self._scrubbers.close(timeout=1.0)
-        if self._opener is not None:
-            self._opener.close()
+        if self._stores is not None:
+            stores = self._stores
+            call("RankStores.close", lambda: stores.close(CLOSE_SECONDS), False)
         if self._pool is not None:
-            self._pool.close()
+            call("HostBlockPool.close", self._pool.close, False)
 
 
-def _failures(result: JobResult) -> list[FailedBlock]:
+def _shut_down(worker: weakref.ref[WorkerConnector]) -> None:
+    left = worker()
+    if left is not None:
+        left.shutdown()
+
+
+def _failures(result: JobResult, resets: int) -> list[FailedBlock]:
     return [
-        FailedBlock(key, status, result.request)
+        FailedBlock(key, status, result.request, resets)
         for key, status in zip(result.keys, result.statuses, strict=True)
         if status is not BlockStatus.OK
     ]

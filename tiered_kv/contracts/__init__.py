@@ -22,6 +22,7 @@ from tiered_kv.contracts.store import (
     Place,
     ReadResult,
     StoreStat,
+    no_room,
 )
 from tiered_kv.contracts.verification import Verification, VerifyAlways, VerifyMode
 
@@ -49,4 +50,5 @@ __all__ = [
     "Verification",
     "VerifyAlways",
     "VerifyMode",
+    "no_room",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -52,18 +52,35 @@ class HostMemory(Protocol):
         the slot was begun already: the caller's use of it is over (status CANCELLED)."""
         ...
 
+    def begin_all(self, slots: Sequence[SlotRef]) -> list[memoryview | None]:
+        """`begin` of each slot; for many slots it takes a third of the time, and so do the other
+        methods that take several."""
+        ...
+
     def bind(self, slot: SlotRef, checksum: BlockChecksum) -> bool:
         """Declare the first `checksum.length` bytes whole. False when a younger generation was
         begun meanwhile: the bytes are not to be used."""
+        ...
+
+    def bind_all(self, slots: Sequence[SlotRef], checksums: Sequence[BlockChecksum]) -> list[bool]:
+        """`bind` of each slot."""
         ...
 
     def checksum(self, slot: SlotRef) -> BlockChecksum | None:
         """What was bound under this generation, else None."""
         ...
 
+    def checksums(self, slots: Sequence[SlotRef]) -> list[BlockChecksum | None]:
+        """`checksum` of each slot."""
+        ...
+
     def view(self, slot: SlotRef) -> memoryview | None:
         """The bound bytes (their exact length), else None. After reading them the caller asks
         `checksum` again: None means that they may have changed meanwhile."""
+        ...
+
+    def views(self, slots: Sequence[SlotRef]) -> list[memoryview | None]:
+        """`view` of each slot."""
         ...
 
 

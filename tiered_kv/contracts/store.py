@@ -26,16 +26,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiered_kv.checksum import BlockChecksum
+from tiered_kv.errors import NoSpace, WriteBudgetSpent
 from tiered_kv.values import BlockKey, BlockStatus
 
-__all__ = ["BlockStore", "ChangeBatch", "NewBlock", "Place", "ReadResult", "StoreStat"]
+__all__ = [
+    "BlockStore",
+    "ChangeBatch",
+    "NewBlock",
+    "Place",
+    "ReadResult",
+    "StoreStat",
+    "no_room",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlock:
+class NewBlock(NamedTuple):
     """A block for which room is asked."""
 
     key: BlockKey
@@ -43,16 +51,14 @@ class NewBlock:
     """Bound at capture; it carries the length in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Room that `reserve` gave for one block. Only the store that made it reads `token`."""
 
     block: NewBlock
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResult:
+class ReadResult(NamedTuple):
     """What `read` found for one key."""
 
     status: BlockStatus
@@ -89,6 +95,19 @@ class StoreStat:
     """Blocks evicted by this process."""
     modes: Mapping[str, str] = field(default_factory=dict)
     """What is in effect, for example `{"io": "direct", "durability": "none"}`."""
+    written_bytes: int | None = None
+    """Bytes written to the medium since the tier was made, by all processes: what blocks take, and
+    what is written beside them, as far as it is known. None: the store does not count; the engine
+    counts what it writes itself, then."""
+    written_today: int | None = None
+    """Those of the current day (UTC), also across restarts; None where `written_bytes` is."""
+
+
+def no_room(error: NoSpace) -> BlockStatus:
+    """What blocks are that `BlockStore.reserve` gave no room."""
+    if isinstance(error, WriteBudgetSpent):
+        return BlockStatus.OVER_BUDGET
+    return BlockStatus.NO_SPACE
 
 
 class BlockStore(Protocol):
@@ -106,6 +125,8 @@ class BlockStore(Protocol):
 
         Raises:
             NoSpace: not enough can be evicted within the budget and the free-space floor.
+            WriteBudgetSpent: it may not be written today; raised by stores that count (see
+                `StoreStat.written_bytes`) where the tier's settings have a `write_budget`.
         """
         ...
 
@@ -156,7 +177,12 @@ class BlockStore(Protocol):
         ...
 
     def stat(self) -> StoreStat:
-        """A snapshot; cheap enough for every few seconds."""
+        """A snapshot; cheap enough for every few seconds.
+
+        Raises:
+            TierGone: what the store was opened on is not there any more. Any method may raise it;
+                this one notices, so that the tier is opened anew.
+        """
         ...
 
     def close(self) -> None:

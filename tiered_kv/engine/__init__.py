@@ -2,8 +2,9 @@
 
 from tiered_kv.engine.core import TransferEngine
 from tiered_kv.engine.direct import DeviceStagingFactory
-from tiered_kv.engine.health import NOT_IN_USE
+from tiered_kv.engine.health import NOT_IN_USE, OPENING
 from tiered_kv.engine.limits import GROUP_BYTES, EngineLimits
+from tiered_kv.engine.probing import PROBE_BYTES
 from tiered_kv.engine.stores import (
     CpuToStoreHandler,
     StoreToCpuHandler,
@@ -13,6 +14,8 @@ from tiered_kv.engine.stores import (
 __all__ = [
     "GROUP_BYTES",
     "NOT_IN_USE",
+    "OPENING",
+    "PROBE_BYTES",
     "CpuToStoreHandler",
     "DeviceStagingFactory",
     "EngineLimits",

@@ -14,12 +14,15 @@ from tiered_kv.engine.jobs import Active, Gate, JobTable
 from tiered_kv.engine.limits import EngineLimits
 from tiered_kv.engine.loop import LoopThread
 from tiered_kv.engine.outcome import Outcome, all_ended, groups_of
-from tiered_kv.engine.waiting import Patience
+from tiered_kv.engine.waiting import Patience, Priority
 from tiered_kv.routing import CPU_ENDPOINT, GPU_ENDPOINT, Hop, Router
 from tiered_kv.specs import CpuSpec, LoadStoreSpec, Part, SlotRef, StoreJob, TransferSpec
 from tiered_kv.values import BlockStatus
 
-__all__ = ["Capture", "SlotStorer", "behind_parts", "in_groups"]
+__all__ = ["SIDE_BY_SIDE", "Capture", "SlotStorer", "behind_parts", "in_groups"]
+
+SIDE_BY_SIDE = 2
+"""Groups of a job that leave the engine's cache at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class Capture:
     async def turn(self, hop: LiveHop, positions: Sequence[int], out: Outcome) -> bool:
         """Wait for a permit; False where the blocks have failed meanwhile, as `out` says."""
         active = self.active
-        taken = await hop.permits.take(Patience(None, active.told, hop.broken))
+        patience = Patience(None, active.told, hop.broken)
+        taken = await hop.permits.take(patience, Priority.STORE)
         if taken and not active.given_up and hop.trouble is None:
             return True
         if taken:
@@ -110,7 +114,7 @@ async def in_groups(
     move: Callable[[tuple[int, ...]], Coroutine[Any, Any, None]],
 ) -> None:
     """Move groups of blocks, two at a time, so that one can be prepared meanwhile."""
-    window = asyncio.Semaphore(2)
+    window = asyncio.Semaphore(SIDE_BY_SIDE)
     tasks: list[asyncio.Task[None]] = []
     for indices in groups_of(len(positions), size):
         await window.acquire()

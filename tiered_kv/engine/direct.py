@@ -57,6 +57,10 @@ class DirectHops:
 
         return staging
 
+    def use_caches(self, caches: KVCaches) -> None:
+        """The engine's caches are these from now on: staging that is made anew belongs to them."""
+        self._caches = caches
+
     def attached(self, hop: Hop) -> None:
         """A hop has got its handler."""
         self._in_use = self._in_use or hop.direct

@@ -4,66 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from tiered_kv.contracts import (
-    BlockStore,
-    HostMemory,
-    NewBlock,
-    TransferHandler,
-    Verification,
-)
-from tiered_kv.engine.health import HealthBoard
+from tiered_kv.complaints import Complaints
+from tiered_kv.contracts import BlockStore, HostMemory, NewBlock, Verification, no_room
+from tiered_kv.engine.attached import Attached
+from tiered_kv.engine.health import HealthBoard, Verdict, Watched
 from tiered_kv.engine.loop import LoopThread
-from tiered_kv.engine.waiting import Permits
-from tiered_kv.errors import DeadlineExceeded, Miss, NoSpace, TierError
+from tiered_kv.engine.recent import RecentKeys
+from tiered_kv.engine.waiting import Permits, RightOfWay
+from tiered_kv.errors import DeadlineExceeded, Miss, NoSpace, TierError, TierGone
 from tiered_kv.routing import CPU_ENDPOINT, Hop
 from tiered_kv.specs import CpuSpec, HopResult, TransferSpec
 from tiered_kv.stats import StatsRecorder
 from tiered_kv.values import BlockStatus
 
-__all__ = ["Complaints", "LiveHop", "when_returned"]
+__all__ = ["LiveHop", "drop_corrupt", "when_returned"]
 
 logger = logging.getLogger(__name__)
 
-COMPLAIN_AGAIN_SECONDS = 60.0
+T = TypeVar("T")
 
 FAULTS = frozenset((BlockStatus.TIER_ERROR, BlockStatus.TIMED_OUT))
 """Answers that say something about the tier, not about the block or the job."""
 
 
-class Complaints:
-    """Logs each kind of trouble with its traceback once, then at most once a minute in a line.
-
-    Used on the event loop's thread only.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
-
-    def about(self, where: str, error: BaseException) -> None:
-        """Log an unexpected error of a handler."""
-        kind = (where, type(error).__qualname__)
-        now = self._clock()
-        last, unsaid = self._seen.get(kind, (None, 0))
-        if last is None:
-            self._seen[kind] = (now, 0)
-            logger.error(
-                "%s failed unexpectedly; its blocks count as failed", where, exc_info=error
-            )
-        elif now - last >= COMPLAIN_AGAIN_SECONDS:
-            self._seen[kind] = (now, 0)
-            logger.error("%s failed again (%d times since): %r", where, unsaid + 1, error)
-        else:
-            self._seen[kind] = (last, unsaid + 1)
+COUNTS_AS_FAILED = "its blocks count as failed"
 
 
-def when_returned(task: asyncio.Task[HopResult], then: Callable[[], object]) -> None:
+def when_returned(task: asyncio.Task[Any], then: Callable[[], object]) -> None:
     """Call `then` when a call has returned; never when its task was cancelled because the engine
     stops, since its threads may still be at work."""
     task.add_done_callback(lambda ended: None if ended.cancelled() else then())
@@ -71,7 +43,7 @@ def when_returned(task: asyncio.Task[HopResult], then: Callable[[], object]) -> 
 
 @dataclass(slots=True)
 class LiveHop:
-    """A hop that may have a handler. Used on the event loop's thread, but for `attach`."""
+    """A hop that may have a handler. Used on the event loop's thread, but for `attached`."""
 
     hop: Hop
     loop: LoopThread
@@ -87,20 +59,41 @@ class LiveHop:
     permits: Permits
     """Shared by all hops that use the executor; the caller takes one before `begin` and gives it
     back when the task ends."""
-    handler: TransferHandler[Any, Any] | None = None
-    store: BlockStore | None = None
-    modes: dict[str, str] | None = None
+    way: RightOfWay
+    """Shared by all hops of the tier: a load holds it from when it begins to wait until it ends,
+    or is given up."""
+    recent: RecentKeys | None = None
+    """Blocks that are known to lie in the tier."""
+    gone: Callable[[str, BlockStore, str], None] | None = None
+    """Told of a tier and its store whose medium is gone, and why."""
+    patience: float = 0.0
+    """Seconds that a call may run before it counts as hanging, even where its caller waits for
+    less."""
+    attached: Attached | None = None
+    """What serves it now; replaced from any thread. A call ends on what it began with."""
     running: int = 0
+    """Calls that run, but for probes."""
     _broken: asyncio.Future[None] | None = None
 
-    def attach(self, handler: TransferHandler[Any, Any], store: BlockStore | None) -> None:
-        """Make the hop usable; called once, from any thread."""
-        self.store = store
-        self.handler = handler
-        self.modes = dict(handler.modes())
-        if self.from_store:
-            self.modes["verify"] = self.verification.mode.value
-        self.board.open(self.hop)
+    @property
+    def modes(self) -> dict[str, str] | None:
+        """What is in effect, as its handler says; None without one."""
+        attached = self.attached
+        if attached is None:
+            return None
+        verify = {"verify": self.verification.mode.value} if self.loads(attached.store) else {}
+        return attached.modes | verify
+
+    def loads(self, store: BlockStore | None) -> bool:
+        """Whether the hop loads from this store."""
+        return store is not None and self.hop.src.tier == self.hop.tier
+
+    def enter(self) -> Attached | None:
+        """What serves a call that begins now."""
+        while (attached := self.attached) is not None:
+            if attached.begin():
+                return attached
+        return None
 
     @property
     def trouble(self) -> str | None:
@@ -122,85 +115,153 @@ class LiveHop:
         if waited_for is not None and not waited_for.done() and self.trouble is not None:
             waited_for.set_result(None)
 
-    def begin(self, spec: TransferSpec[Any, Any], limit: float | None) -> asyncio.Task[HopResult]:
+    def begin(
+        self, spec: TransferSpec[Any, Any], limit: float | None, *, probe: bool = False
+    ) -> asyncio.Task[HopResult]:
         """Start moving the blocks; the task never raises, and ends only when no copy can read or
-        write their memory any more. After `limit` seconds the hop counts as unhealthy, but the
-        task goes on.
+        write their memory any more. After `limit` seconds, and not less than `patience`, the call
+        counts as hanging, but the task goes on. A `probe` takes no permit, and is none of the
+        engine's loads.
 
         Blocks that came from a store into host slots are verified before the task ends.
         """
-        call = _Call(self, spec)
-        timer = None
-        if limit is not None:
-            timer = self.loop.loop.call_later(limit, call.late, limit)
-        self.running += 1
-        call.began = self.board.began(self.hop)
+        attached = self.enter()
+        call = _Call(self, attached, spec, self.board.began(self.hop, probe=probe))
+        if not probe:
+            self.running += 1
         task = self.loop.spawn(call.run())
-        when_returned(task, lambda: self._end(timer))
+        self._watch(task, call.watched, attached, limit)
         return task
 
-    def _end(self, timer: asyncio.TimerHandle | None) -> None:
-        self.running -= 1
-        if timer is not None:
-            timer.cancel()
+    def ask(
+        self, question: Callable[[BlockStore], T], limit: float, *, decides: bool
+    ) -> asyncio.Task[T | None]:
+        """Ask the tier's store something that blocks, as a probe; the task gives None where it
+        could not answer, and never raises. Whether an answer shows that the tier works, `decides`
+        says."""
+        attached = self.enter()
+        watched = self.board.began(self.hop, probe=True)
+        task = self.loop.spawn(self._asked(attached, question, watched, decides))
+        self._watch(task, watched, attached, limit)
+        return task
 
-    @property
-    def from_store(self) -> bool:
-        """Whether the hop loads from a store."""
-        return self.store is not None and self.hop.src.tier == self.hop.tier
+    async def _asked(
+        self,
+        attached: Attached | None,
+        question: Callable[[BlockStore], T],
+        watched: Watched,
+        decides: bool,
+    ) -> T | None:
+        verdict, answer, reason = Verdict.NOTHING, None, ""
+        if attached is not None and attached.store is not None:
+            try:
+                answer = await asyncio.get_running_loop().run_in_executor(
+                    self.executor, question, attached.store
+                )
+                verdict = Verdict.WORKED if decides else Verdict.NOTHING
+            except TierGone as error:
+                self.tell_gone(attached, error)
+            # A store may be anybody's; whatever it raises, it does not work.
+            except Exception as error:  # noqa: BLE001
+                verdict, reason = Verdict.FAILED, str(error)
+        self.board.ended(watched, verdict, reason=reason)
+        return answer
 
-    @property
-    def verifies(self) -> bool:
-        """Whether the engine verifies what this hop brought."""
-        return self.hop.dst == CPU_ENDPOINT and self.store is not None
+    def tell_gone(self, attached: Attached, error: TierGone) -> None:
+        """What the store that a call began with was opened on is not there any more."""
+        if self.attached is not attached:  # the tier has another one by now, or none
+            return
+        self.board.gone(self.hop.tier, str(error))
+        if self.gone is not None and attached.store is not None:
+            self.gone(self.hop.tier, attached.store, str(error))
+
+    def _watch(
+        self,
+        task: asyncio.Task[T],
+        watched: Watched,
+        attached: Attached | None,
+        limit: float | None,
+    ) -> None:
+        timer = None
+        if limit is not None:
+            seconds = max(limit, self.patience)
+            timer = self.loop.loop.call_later(seconds, self.board.late, watched, seconds)
+
+        def ended() -> None:
+            if not watched.probe:
+                self.running -= 1
+            if timer is not None:
+                timer.cancel()
+            if attached is not None:
+                attached.end()
+
+        when_returned(task, ended)
 
 
 class _Call:
     """One handler call."""
 
-    def __init__(self, live: LiveHop, spec: TransferSpec[Any, Any]) -> None:
+    def __init__(
+        self,
+        live: LiveHop,
+        attached: Attached | None,
+        spec: TransferSpec[Any, Any],
+        watched: Watched,
+    ) -> None:
+        self.watched = watched
         self._live = live
+        self._attached = attached
+        self._store = None if attached is None else attached.store
         self._spec = spec
-        self._is_late = False
-        self.began = 0.0
-
-    def late(self, limit: float) -> None:
-        self._is_late = True
-        self._live.board.late(self._live.hop, limit)
+        self._problem = ""
 
     async def run(self) -> HopResult:
         live = self._live
         result = await self._guarded()
-        if live.verifies:
+        if self._store is not None and live.hop.dst == CPU_ENDPOINT:
             result = await self._verified(result)
-        if self._is_late:
-            seconds = live.board.returned(live.hop, self.began)
-        else:
-            told = set(result.statuses) - {BlockStatus.CANCELLED}
-            worked = bool(told) and not told & FAULTS
-            seconds = live.board.ended(live.hop, self.began, result.copied_bytes, worked=worked)
+        seconds = live.board.ended(
+            self.watched, self._verdict(result), result.copied_bytes, self._problem
+        )
         src, dst = live.hop.src.spec.medium, live.hop.dst.spec.medium
-        live.stats.hop(src, dst, live.hop.tier, result, seconds)
-        if live.from_store:
-            live.stats.corrupt(live.hop.tier, "load", result.statuses.count(BlockStatus.CORRUPT))
+        if not self.watched.probe:
+            live.stats.hop(src, dst, live.hop.tier, result, seconds)
+        if live.loads(self._store):
+            found = "probe" if self.watched.probe else "load"
+            live.stats.corrupt(live.hop.tier, found, result.statuses.count(BlockStatus.CORRUPT))
+        if live.recent is not None:
+            live.recent.note(self._spec.keys, result.statuses)
         return result
+
+    def _verdict(self, result: HopResult) -> Verdict:
+        """What came of the blocks says of the hop; nothing where some of them met a fault."""
+        told = set(result.statuses) - {BlockStatus.CANCELLED}
+        if not told & FAULTS:
+            return Verdict.WORKED if told else Verdict.NOTHING
+        if told - FAULTS or self._attached is None:
+            return Verdict.NOTHING
+        self._problem = self._problem or "none of a call's blocks could be moved"
+        return Verdict.FAILED
 
     async def _guarded(self) -> HopResult:
         live = self._live
         label = live.hop.label
+        if self._attached is None:  # its store was taken away a moment ago
+            return self._all(BlockStatus.TIER_ERROR)
         try:
-            if live.handler is None:
-                raise TierError(f"{label} has no handler", tier=live.hop.tier)
-            result = await live.handler.transfer(self._spec)
+            result = await self._attached.handler.transfer(self._spec)
             _check_result(result, len(self._spec), label)
+        except TierGone as error:
+            live.tell_gone(self._attached, error)
+            return self._all(BlockStatus.TIER_ERROR)
         except TierError as error:
-            live.board.failed(live.hop, str(error))
+            self._problem = str(error)
             return self._all(BlockStatus.TIER_ERROR)
         except NoSpace as error:
             logger.debug("%s: %s", label, error)
-            return self._all(BlockStatus.NO_SPACE)
+            return self._all(no_room(error))
         except DeadlineExceeded as error:
-            live.board.failed(live.hop, str(error))
+            self._problem = str(error)
             return self._all(BlockStatus.TIMED_OUT)
         except Miss as error:
             logger.debug("%s: %s", label, error)
@@ -209,11 +270,12 @@ class _Call:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise  # the engine stops
-            live.complaints.about(label, error)
+            live.complaints.about(label, error, COUNTS_AS_FAILED)
             return self._all(BlockStatus.TIER_ERROR)
         # A handler may be anybody's, and serving must not notice what it raises.
         except Exception as error:  # noqa: BLE001
-            live.complaints.about(label, error)
+            live.complaints.about(label, error, COUNTS_AS_FAILED)
+            self._problem = repr(error)
             return self._all(BlockStatus.TIER_ERROR)
         return result
 
@@ -232,7 +294,7 @@ class _Call:
                 live.executor, self._verify, destination, result.statuses
             )
         except RuntimeError as error:  # the executor was shut down: the engine closes
-            live.complaints.about(live.hop.label, error)
+            live.complaints.about(live.hop.label, error, COUNTS_AS_FAILED)
             return self._all(BlockStatus.TIER_ERROR)
         return HopResult(statuses, result.copied_bytes)
 
@@ -254,7 +316,8 @@ class _Call:
                 bound[i] = NewBlock(key, checksum)
         passed: list[NewBlock] = []
         corrupt: list[NewBlock] = []
-        due = live.verification.due(list(bound.values()))
+        new = list(bound.values())
+        due = [True] * len(new) if self.watched.probe else live.verification.due(new)
         for (i, block), is_due in zip(bound.items(), due, strict=True):
             view = live.memory.view(destination.slots[i])
             if view is None:
@@ -265,8 +328,8 @@ class _Call:
             elif is_due:
                 passed.append(block)
         live.verification.passed(passed)
-        if corrupt and live.store is not None:
-            _discard(live.store, corrupt, live.hop.tier)
+        if corrupt and self._store is not None:
+            drop_corrupt(self._store, corrupt, live.hop.tier)
         return tuple(verified)
 
 
@@ -283,7 +346,8 @@ def _check_result(result: object, count: int, label: str) -> None:
         )
 
 
-def _discard(store: BlockStore, blocks: Sequence[NewBlock], tier: str) -> None:
+def drop_corrupt(store: BlockStore, blocks: Sequence[NewBlock], tier: str) -> None:
+    """Log that blocks are not what their rows say, and drop them; never raises."""
     logger.warning(
         "tier %s: %d blocks do not match their checksums and are dropped: %s",
         tier,

@@ -8,15 +8,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.engine.outcome import Outcome
-from tiered_kv.specs import JobResult, LoadJob, SlotRef, StoreJob
+from tiered_kv.specs import JobResult, LoadJob, Part, PromoteJob, SlotRef, StoreJob
 from tiered_kv.stats import StatsRecorder
 from tiered_kv.values import BlockStatus, JobId, JobKind
 
-__all__ = ["Active", "Gate", "JobTable", "check_job"]
+__all__ = ["Active", "Era", "Gate", "JobTable", "check_job", "check_promotion"]
+
+
+@dataclass(slots=True, eq=False)
+class Era:
+    """The time between two resets of the cache."""
+
+    over: bool = False
+    """Stores that were submitted in it publish nothing any more. Set from any thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +39,13 @@ class Active:
     """A load that nobody waits for, or a store that was poisoned. Set from any thread."""
     told: asyncio.Future[None] | None = None
     """Done when the job is given up; made and completed on the event loop's thread only."""
+    era: Era = field(default_factory=Era)
+
+    @property
+    def void(self) -> bool:
+        """Whether nothing may come of it any more: it was given up, or is a store of an era that
+        is over."""
+        return self.given_up or (self.era.over and self.job.kind is JobKind.STORE)
 
 
 class Gate:
@@ -47,7 +62,7 @@ class Gate:
         """The handler is about to publish, or to write to the engine. False: it must not. What an
         earlier yes allowed goes on all the same."""
         with self._lock:
-            allowed = not self._closed and not self._active.given_up
+            allowed = not self._closed and not self._active.void
             self._committed = self._committed or allowed
             return allowed
 
@@ -69,6 +84,7 @@ class JobTable:
         self._done: dict[JobId, JobResult] = {}
         self._released: list[SlotRef] = []
         self._behind = 0
+        self._era = Era()
         self._closed = False
 
     def add(self, job: LoadJob | StoreJob, after: object | None = None) -> Active:
@@ -83,7 +99,7 @@ class JobTable:
                 raise RuntimeError(f"job {job.id} was submitted to a transfer engine that closed")
             if job.id in self._active or job.id in self._done:
                 raise ValueError(f"job id {job.id} is taken: ids are used once")
-            active = Active(job, after)
+            active = Active(job, after, era=self._era)
             self._active[job.id] = active
             return active
 
@@ -108,6 +124,12 @@ class JobTable:
             self._stats.job(result)
             self._changed.notify_all()
             return result
+
+    def begin_era(self) -> None:
+        """Stores that were added so far publish nothing from now on; they still end."""
+        with self._changed:
+            self._era.over = True
+            self._era = Era()
 
     def give_up(self, ids: Collection[JobId]) -> list[Active]:
         """Mark jobs that still run; those that ended, or are unknown, are left alone."""
@@ -171,9 +193,7 @@ def check_job(job: LoadJob | StoreJob) -> None:
     problems: list[str] = []
     if isinstance(job, LoadJob):
         engine, parts = job.dst, job.src.parts
-        positions = sorted(p for part in parts for p in part.positions)
-        if positions != list(range(count)):
-            problems.append(f"its parts must name each of the {count} positions exactly once")
+        problems.extend(_partition_problems(parts, count))
     else:
         engine, parts = job.src, job.dst.behind
         first = job.dst.first
@@ -187,11 +207,33 @@ def check_job(job: LoadJob | StoreJob) -> None:
                 )
     if len(engine) != count:
         problems.append(f"{len(engine)} engine blocks for {count} keys")
+    problems.extend(_place_problems(parts))
+    _raise_problems(job, problems)
+
+
+def check_promotion(job: PromoteJob) -> None:
+    """Raises ValueError where a promotion contradicts itself."""
+    problems = [*_partition_problems(job.src.parts, len(job.keys)), *_place_problems(job.src.parts)]
+    if len(job.dst) != len(job.keys):
+        problems.append(f"{len(job.dst)} host slots for {len(job.keys)} keys")
+    _raise_problems(job, problems)
+
+
+def _partition_problems(parts: Sequence[Part], count: int) -> Iterable[str]:
+    positions = sorted(p for part in parts for p in part.positions)
+    if positions != list(range(count)):
+        yield f"its parts must name each of the {count} positions exactly once"
+
+
+def _place_problems(parts: Sequence[Part]) -> Iterable[str]:
     for part in parts:
         if len(part.spec) != len(part.positions):
-            problems.append(
+            yield (
                 f"tier {part.spec.tier!r}: {len(part.spec)} places for "
                 f"{len(part.positions)} positions"
             )
+
+
+def _raise_problems(job: LoadJob | StoreJob | PromoteJob, problems: Sequence[str]) -> None:
     if problems:
         raise ValueError(f"{job.kind} job {job.id} contradicts itself: {'; '.join(problems)}")

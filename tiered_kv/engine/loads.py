@@ -41,7 +41,7 @@ class Group:
     positions: tuple[int, ...]
     """Their places in the job."""
     deadline: float
-    """Until when they may wait for their turn, on the loop's clock."""
+    """Until when they may come, on the loop's clock; a last copy that has begun is awaited."""
 
     def patience(self, hop: LiveHop) -> Patience:
         """For a turn on a hop."""
@@ -68,6 +68,11 @@ class Group:
         """Some of the blocks, which lie in `src`."""
         positions = tuple(self.positions[i] for i in indices)
         return Group(self.active, self.job, self.out, src, positions, self.deadline)
+
+    @property
+    def seconds(self) -> float:
+        """How long the job may take in all."""
+        return self.deadline - self.active.submitted
 
     def left(self) -> Group | None:
         """The blocks that did not come for no fault of theirs; None where there are none."""
@@ -102,7 +107,10 @@ class Loader:
     async def run(self, active: Active, job: LoadJob) -> None:
         """Run the job and report it, whatever happens."""
         out = Outcome.pending(len(job.keys))
-        deadline = self.loop.loop.time() + self.limits.load_deadline
+        longest = self.limits.load_deadline
+        if job.deadline is not None:
+            longest = min(longest, job.deadline)
+        deadline = active.submitted + longest  # the loop's clock is `time.monotonic`, too
         parts = [
             self.loop.spawn(self._part(active, job, part, out, deadline)) for part in job.src.parts
         ]
@@ -131,13 +139,14 @@ class Loader:
             return
         window = asyncio.Semaphore(self._window)
         tasks: list[asyncio.Task[None]] = []
-        for indices in groups_of(len(group.positions), self._group_size(chain)):
-            piece = group.only(indices, group.src.take(indices))
-            await window.acquire()
-            task = self.loop.spawn(self._piece(chain, piece, tried))
-            task.add_done_callback(lambda _: window.release())
-            tasks.append(task)
-        await all_ended(tasks)
+        with self.live(chain.hops[0]).way.load():
+            for indices in groups_of(len(group.positions), self._group_size(chain)):
+                piece = group.only(indices, group.src.take(indices))
+                await window.acquire()
+                task = self.loop.spawn(self._piece(chain, piece, tried))
+                task.add_done_callback(lambda _: window.release())
+                tasks.append(task)
+            await all_ended(tasks)
 
     def _group_size(self, chain: Chain) -> int:
         size = max(1, self.limits.group_bytes // self.slot_bytes)
@@ -149,23 +158,23 @@ class Loader:
         """Bring one group, and what the chain leaves of it by another."""
         tried |= {chain.hops}
         other = self.router.find(endpoint_of(piece.src), GPU_ENDPOINT, tried) is not None
-        limit = self.limits.call_seconds(self.limits.load_deadline, other_chain=other)
-        await self._move(chain, piece, limit)
+        await self._move(chain, piece, other=other)
         left = piece.left()
         if left is None or piece.active.given_up or self.loop.loop.time() >= piece.deadline:
             return
         await self._route(left, tried)
 
-    async def _move(self, chain: Chain, group: Group, limit: float) -> None:
+    async def _move(self, chain: Chain, group: Group, *, other: bool) -> None:
+        """By a chain; `other` says whether there is another one that could take over."""
         hops = [self.live(hop) for hop in chain.hops]
         if len(hops) > 1:
-            await self._staged(hops[0], hops[1], group, limit)
+            await self._staged(hops[0], hops[1], group, other=other)
         elif hops[0].hop.src == CPU_ENDPOINT:
             await self._copy(hops[0], group)
         else:
-            await self._direct(hops[0], group, limit)
+            await self._direct(hops[0], group, other=other)
 
-    async def _staged(self, read: LiveHop, copy: LiveHop, group: Group, limit: float) -> None:
+    async def _staged(self, read: LiveHop, copy: LiveHop, group: Group, *, other: bool) -> None:
         """Read into leased staging, then copy to the engine."""
         if not await self._turn(read, group):
             return
@@ -175,7 +184,7 @@ class Loader:
             return
         gate = Gate(group.active)  # never committed: nothing is written to the engine yet
         spec = group.to_staging(CpuSpec(lease.slots), gate)
-        result = await self._bounded(read, spec, group, gate, limit, lease)
+        result = await self._bounded(read, spec, group, gate, lease, other=other)
         if result is None:
             return
         group.out.set(group.positions, result.statuses)
@@ -191,6 +200,9 @@ class Loader:
         """Wait for a permit of a hop that reads from a tier; False where the group failed."""
         if hop.trouble is not None:
             group.fail(BlockStatus.TIER_ERROR)
+            return False
+        if self.loop.loop.time() >= group.deadline:
+            group.fail(BlockStatus.TIMED_OUT)
             return False
         taken = await hop.permits.take(group.patience(hop))
         if group.active.given_up or hop.trouble is not None:
@@ -218,23 +230,23 @@ class Loader:
             group.fail(BlockStatus.TIMED_OUT)
         return lease
 
-    async def _direct(self, hop: LiveHop, group: Group, limit: float) -> None:
+    async def _direct(self, hop: LiveHop, group: Group, *, other: bool) -> None:
         """A handler that brings blocks from a store to the engine by itself. It can be given up
         until it commits; after that it only copies, and is awaited."""
         if not await self._turn(hop, group):
             return
         gate = Gate(group.active)
-        result = await self._bounded(hop, group.to_engine(gate), group, gate, limit, None)
+        result = await self._bounded(hop, group.to_engine(gate), group, gate, None, other=other)
         if result is not None:
             group.out.add(group.positions, result)
 
     async def _copy(self, hop: LiveHop, group: Group, *, compared: bool = False) -> None:
         """The plain copy from host slots to the engine: once begun, it is awaited."""
-        taken = await hop.permits.take(Patience(None, group.active.told, hop.broken))
-        if not taken or group.active.given_up or hop.trouble is not None:
-            if taken:
-                hop.permits.give()
-            group.fail(BlockStatus.TIER_ERROR)
+        with hop.way.load():
+            await self._copy_now(hop, group, compared=compared)
+
+    async def _copy_now(self, hop: LiveHop, group: Group, *, compared: bool) -> None:
+        if not await self._turn(hop, group):
             return
         task = hop.begin(group.to_engine(compared=compared), None)
         when_returned(task, hop.permits.give)
@@ -247,17 +259,22 @@ class Loader:
         spec: TransferSpec[Any, Any],
         group: Group,
         gate: Gate,
-        limit: float,
         lease: Lease | None,
+        *,
+        other: bool,
     ) -> HopResult | None:
-        """Run a call for at most `limit` seconds; None where it was given up.
+        """Run a call until the job's deadline at most, and for half of the job's time where there
+        is another chain; None where it was given up.
 
         A call that was given up goes on: its permit and its staging stay out of use until it
-        returns, and `drain` waits for it.
+        returns, and `drain` waits for it. How long it may run before its hop counts as hanging does
+        not depend on the job: one that is soon computed anew has little patience.
         """
-        task = hop.begin(spec, limit)
+        limits = self.limits
+        task = hop.begin(spec, limits.call_seconds(limits.load_deadline, other_chain=other))
         when_returned(task, hop.permits.give)
-        patience = Patience(self.loop.loop.time() + limit, group.active.told)
+        until = self.loop.loop.time() + limits.call_seconds(group.seconds, other_chain=other)
+        patience = Patience(min(until, group.deadline), group.active.told)
         if await patience.wait(task) or not gate.close():
             return await task
 

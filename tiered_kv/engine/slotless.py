@@ -11,14 +11,15 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tiered_kv.engine.behind import WriteBehind
-from tiered_kv.engine.captures import Capture, behind_parts, in_groups
+from tiered_kv.engine.behind import WriteBehind, why_dropped
+from tiered_kv.engine.captures import SIDE_BY_SIDE, Capture, behind_parts, in_groups
 from tiered_kv.engine.hops import LiveHop, when_returned
 from tiered_kv.engine.jobs import Active, Gate, JobTable
 from tiered_kv.engine.limits import EngineLimits
 from tiered_kv.engine.loop import LoopThread
 from tiered_kv.engine.outcome import Outcome, all_ended
 from tiered_kv.engine.waiting import Lease, Patience, Staging
+from tiered_kv.engine.wear import WriteMeter
 from tiered_kv.routing import (
     CPU_ENDPOINT,
     GPU_ENDPOINT,
@@ -30,7 +31,7 @@ from tiered_kv.routing import (
     endpoint_of,
 )
 from tiered_kv.specs import CpuSpec, HopResult, Part, StoreJob
-from tiered_kv.stats import StatsRecorder
+from tiered_kv.stats import DropReason, StatsRecorder
 from tiered_kv.values import BlockStatus
 
 __all__ = ["SlotlessStorer"]
@@ -100,6 +101,7 @@ class SlotlessStorer:
     behind: WriteBehind
     stats: StatsRecorder
     limits: EngineLimits
+    meter: WriteMeter
     slot_bytes: int
 
     async def run(self, active: Active, job: StoreJob) -> None:
@@ -132,9 +134,7 @@ class SlotlessStorer:
         for target in targets:
             chain = self.router.find(GPU_ENDPOINT, target.endpoint, target.tried)
             if chain is None:
-                if not target.tried:
-                    tier, blocks = target.part.spec.tier, len(target.part.positions)
-                    self.stats.dropped(tier, "unhealthy", blocks)
+                self._dropped(target, DropReason.FAILED if target.tried else DropReason.UNHEALTHY)
             elif chain.hops[0].direct:
                 hop = self.live(chain.hops[0])
                 works.append(self.loop.spawn(self._direct(run, hop, target.by(chain))))
@@ -146,8 +146,16 @@ class SlotlessStorer:
 
     async def _elsewhere(self, run: _Run, left: Iterable[_Target | None]) -> None:
         """What a chain has left goes by another one."""
-        if not run.capture.active.given_up and self.loop.loop.time() < run.deadline:
-            await self._route(run, [target for target in left if target is not None])
+        given_up = run.capture.active.given_up
+        targets = [target for target in left if target is not None]
+        if not given_up and self.loop.loop.time() < run.deadline:
+            await self._route(run, targets)
+            return
+        for target in targets:
+            self._dropped(target, DropReason.POISONED if given_up else DropReason.FAILED)
+
+    def _dropped(self, target: _Target, reason: DropReason) -> None:
+        self.stats.dropped(target.part.spec.tier, reason, len(target.part.positions))
 
     async def _direct(self, run: _Run, hop: LiveHop, target: _Target) -> None:
         """By a handler that gathers from the engine, writes and publishes by itself."""
@@ -159,7 +167,8 @@ class SlotlessStorer:
             if await self._call(run, hop, piece, limit):
                 await self._elsewhere(run, [piece.left(piece.part.positions)])
 
-        size = max(1, self.limits.group_bytes // self.slot_bytes)
+        pace = self.behind.pace(hop.hop.tier)
+        size = max(1, pace.call_bytes(self.limits.group_bytes, SIDE_BY_SIDE) // self.slot_bytes)
         await in_groups(self.loop, range(len(target.part.positions)), size, move)
 
     async def _call(self, run: _Run, hop: LiveHop, piece: _Target, limit: float) -> bool:
@@ -167,12 +176,27 @@ class SlotlessStorer:
         capture, positions, out = run.capture, piece.part.positions, piece.out
         if not await capture.turn(hop, positions, out):
             return True
+        tier, size = hop.hop.tier, len(positions) * self.slot_bytes
+        if not self.meter.allows(tier, size):
+            hop.permits.give()
+            out.set_all(positions, BlockStatus.OVER_BUDGET)
+            self._dropped(piece, DropReason.WEAR)
+            return True
         gate = Gate(capture.active)
+        pace = self.behind.pace(tier)
+        pace.began(size)
         task = hop.begin(capture.spec(positions, piece.part.spec, gate), limit)
         when_returned(task, hop.permits.give)
         if await Patience(self.loop.loop.time() + limit).wait(task):
-            out.add(positions, await task)
+            result = await task
+            pace.ended(size, result.copied_bytes)
+            self.meter.written(tier, result.copied_bytes)
+            out.add(positions, result)
+            for reason, blocks in why_dropped(result, poisoned=capture.active.given_up).items():
+                if reason is not DropReason.FAILED:  # that may go another way
+                    self.stats.dropped(tier, reason, blocks)
             return True
+        pace.given_up(size)
         out.set_all(positions, BlockStatus.TIMED_OUT)
         if gate.close():  # it will publish nothing, but the engine's blocks are in its hands
             run.hanging.append(task)
@@ -180,6 +204,7 @@ class SlotlessStorer:
         # It has left the engine's blocks, and may publish yet: the job does not wait for that.
         self.jobs.behind(1)
         when_returned(task, lambda: self.jobs.behind(-1))
+        self._dropped(piece, DropReason.FAILED)
         return False
 
     async def _staged(self, run: _Run, targets: Sequence[_Target]) -> None:
@@ -205,6 +230,7 @@ class SlotlessStorer:
         """Gather one group into staging, and have it written from there to its destinations."""
         active = run.capture.active
         gathered = Outcome.pending(len(run.capture.job.keys))
+        self.behind.make_way(len(positions), (target.part.spec.tier for target in targets))
         lease = await self._lease(len(positions), Patience(run.deadline, active.told, hop.broken))
         if lease is not None:
             await self._from_staging(run, hop, targets, positions, lease, gathered)
@@ -212,7 +238,7 @@ class SlotlessStorer:
             gathered.set_all(positions, BlockStatus.NO_SPACE)
             for target in targets:
                 tier, blocks = target.part.spec.tier, len(target.among(positions))
-                self.stats.dropped(tier, "staging", blocks)
+                self.stats.dropped(tier, DropReason.STAGING, blocks)
         for target in targets:
             for position in target.among(positions):
                 target.out.statuses[position] = gathered.statuses[position]

@@ -8,10 +8,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from tiered_kv.checksum import BlockChecksum
-from tiered_kv.contracts import BlockStore, HandlerContext, NewBlock, Place
-from tiered_kv.errors import NoSpace, TieredKVError, TierError
+from tiered_kv.contracts import BlockStore, HandlerContext, NewBlock, Place, no_room
+from tiered_kv.engine.hops import drop_corrupt
+from tiered_kv.errors import NoSpace, TieredKVError, TierError, reason_in
 from tiered_kv.registry import TransferRegistry
-from tiered_kv.specs import CpuSpec, HopResult, KeySpec, LoadStoreSpec, TransferSpec
+from tiered_kv.specs import CpuSpec, HopResult, KeySpec, LoadStoreSpec, SlotRef, TransferSpec
 from tiered_kv.values import BlockKey, BlockStatus
 
 __all__ = ["CpuToStoreHandler", "StoreToCpuHandler", "register_store_handlers"]
@@ -84,66 +85,81 @@ class CpuToStoreHandler(_StoreHandler):
         """Write the blocks; see `TransferHandler.transfer`.
 
         OK is also the answer for a block that was published before; its bytes are not copied
-        again. NO_SPACE holds for the whole call: room is given to all or none.
+        again. NO_SPACE, or OVER_BUDGET, holds for the whole call: room is given to all or none.
         """
         return await self._run(spec, lambda: self._put(spec))
 
     def _put(self, spec: TransferSpec[CpuSpec, KeySpec]) -> HopResult:
         statuses = [BlockStatus.CANCELLED] * len(spec)
-        new: list[tuple[int, NewBlock]] = []
-        for i, (slot, key) in enumerate(zip(spec.src.slots, spec.keys, strict=True)):
-            checksum = self._memory.checksum(slot)
-            if checksum is not None:
-                new.append((i, NewBlock(key, checksum)))
+        slots, keys = spec.src.slots, spec.keys
+        bound = self._memory.checksums(slots)
+        # Positions in the spec, of blocks that may still be stored, and what is asked for them.
+        asked = [i for i, checksum in enumerate(bound) if checksum is not None]
+        new = [
+            NewBlock(key, checksum)
+            for key, checksum in zip(keys, bound, strict=True)
+            if checksum is not None
+        ]
         try:
-            places = self._store.reserve([block for _, block in new])
+            places = self._store.reserve(new)
         except NoSpace as error:
-            logger.debug("tier %s has no room for %d blocks: %s", self._tier, len(new), error)
-            for i, _ in new:
-                statuses[i] = BlockStatus.NO_SPACE
+            logger.debug(
+                "tier %s has no room for %d blocks: %s",
+                self._tier,
+                len(new),
+                reason_in(self._tier, error),
+            )
+            for i in asked:
+                statuses[i] = no_room(error)
             return HopResult(tuple(statuses), 0)
         taken: dict[int, Place] = {}
-        for (i, _), place in zip(new, places, strict=True):
+        for i, place in zip(asked, places, strict=True):
             if place is None:
                 statuses[i] = BlockStatus.OK
             else:
                 taken[i] = place
-        unpublished = dict(taken)
+        unpublished: Mapping[int, Place] = taken
         try:
-            copied = self._write(spec, unpublished)
-            for i in self._kept(spec, copied):
+            written = self._write(slots, taken)
+            kept = self._kept(spec, written)
+            published = list(kept.values())
+            self._store.publish(published)
+            self._verification.replaced([place.block for place in published])
+            for i in kept:
                 statuses[i] = BlockStatus.OK
-            published = [i for i in copied if statuses[i] is BlockStatus.OK]
-            self._store.publish([taken[i] for i in published])
-            self._verification.replaced([taken[i].block for i in published])
-            for i in published:
-                del unpublished[i]
+            unpublished = {i: place for i, place in taken.items() if i not in kept}
         finally:
             self._store.abandon(list(unpublished.values()))
-        return HopResult(tuple(statuses), sum(taken[i].block.checksum.length for i in copied))
+        copied = sum([place.block.checksum.length for place in written.values()])
+        return HopResult(tuple(statuses), copied)
 
-    def _write(
-        self, spec: TransferSpec[CpuSpec, KeySpec], places: Mapping[int, Place]
-    ) -> dict[int, BlockChecksum]:
+    def _write(self, slots: Sequence[SlotRef], places: Mapping[int, Place]) -> dict[int, Place]:
         """Write what is still bound; which blocks that were."""
-        bound: dict[int, BlockChecksum] = {}
-        views: list[memoryview] = []
-        for i, place in places.items():
-            view = self._memory.view(spec.src.slots[i])
+        views = self._memory.views([slots[i] for i in places])
+        written: dict[int, Place] = {}
+        memory: list[memoryview] = []
+        for (i, place), view in zip(places.items(), views, strict=True):
             if view is not None and view.nbytes == place.block.checksum.length:
-                bound[i] = place.block.checksum
-                views.append(view)
-        self._store.write([places[i] for i in bound], views)
-        return bound
+                written[i] = place
+                memory.append(view)
+        self._store.write(list(written.values()), memory)
+        return written
 
     def _kept(
-        self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, BlockChecksum]
-    ) -> list[int]:
+        self, spec: TransferSpec[CpuSpec, KeySpec], written: Mapping[int, Place]
+    ) -> Mapping[int, Place]:
         """Which of the written blocks still are what they were when they were read."""
         if not spec.commit():
-            return []
+            return {}
         slots = spec.src.slots
-        return [i for i, what in written.items() if self._memory.checksum(slots[i]) == what]
+        now = self._memory.checksums([slots[i] for i in written])
+        if now == [place.block.checksum for place in written.values()]:
+            return written
+        return {
+            i: place
+            for (i, place), checksum in zip(written.items(), now, strict=True)
+            if checksum == place.block.checksum
+        }
 
 
 class StoreToCpuHandler(_StoreHandler):
@@ -160,48 +176,48 @@ class StoreToCpuHandler(_StoreHandler):
 
     def _get(self, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
         statuses = [BlockStatus.CANCELLED] * len(spec)
+        slots, keys = spec.dst.slots, spec.keys
         begun: list[int] = []
         views: list[memoryview] = []
-        for i, slot in enumerate(spec.dst.slots):
-            view = self._memory.begin(slot)
+        for i, view in enumerate(self._memory.begin_all(slots)):
             if view is not None:
                 begun.append(i)
                 views.append(view)
+        found = self._store.read([keys[i] for i in begun], views)
         copied = 0
         corrupt: list[NewBlock] = []
-        found = self._store.read([spec.keys[i] for i in begun], views)
+        right: dict[int, BlockChecksum] = {}
         for i, view, result in zip(begun, views, found, strict=True):
-            statuses[i] = result.status
             if result.status is not BlockStatus.OK:
+                statuses[i] = result.status
                 continue
-            if result.checksum is None:
+            checksum = result.checksum
+            if checksum is None:
                 raise TierError(
-                    f"tier {self._tier!r} read block {spec.keys[i].hex()} without saying which "
+                    f"tier {self._tier!r} read block {keys[i].hex()} without saying which "
                     "checksum it must have; the backend breaks the BlockStore contract",
                     tier=self._tier,
                 )
-            copied += result.checksum.length
-            if result.unproven and not self._verifies(spec.keys[i], view, result.checksum):
+            copied += checksum.length
+            if result.unproven and not self._verifies(keys[i], view, checksum):
                 statuses[i] = BlockStatus.CORRUPT
-                corrupt.append(NewBlock(spec.keys[i], result.checksum))
-            elif not self._memory.bind(spec.dst.slots[i], result.checksum):
-                statuses[i] = BlockStatus.CANCELLED
+                corrupt.append(NewBlock(keys[i], checksum))
+            else:
+                right[i] = checksum
+        bound = self._memory.bind_all([slots[i] for i in right], list(right.values()))
+        for i, is_bound in zip(right, bound, strict=True):
+            if is_bound:
+                statuses[i] = BlockStatus.OK
         if corrupt:
-            self._discard(corrupt)
-        self._touch([spec.keys[i] for i in begun if statuses[i] is BlockStatus.OK])
+            drop_corrupt(self._store, corrupt, self._tier)
+        self._touch([keys[i] for i, is_bound in zip(right, bound, strict=True) if is_bound])
         return HopResult(tuple(statuses), copied)
 
     def _verifies(self, key: BlockKey, view: memoryview, checksum: BlockChecksum) -> bool:
         return checksum.verifies(key, self._rank, view[: checksum.length])
 
-    def _discard(self, blocks: Sequence[NewBlock]) -> None:
-        try:
-            self._store.discard(blocks)
-        except (TieredKVError, ValueError) as error:  # read only: they are found out again
-            logger.warning("tier %s: unproven blocks could not be dropped: %s", self._tier, error)
-
     def _touch(self, keys: Sequence[BlockKey]) -> None:
         try:
             self._store.touch(keys)
         except TieredKVError as error:  # the blocks are in place; only their recency is lost
-            logger.debug("tier %s did not note a use: %s", self._tier, error)
+            logger.debug("tier %s did not note a use: %s", self._tier, reason_in(self._tier, error))

@@ -1,5 +1,6 @@
-"""Waiting that ends: permits and staging slots are granted first come, first served, and whoever
-waits can stop at its deadline, when its job is given up, or when what it waits for breaks.
+"""Waiting that ends: permits and staging slots are granted by priority, then first come, first
+served, and whoever waits can stop at its deadline, when its job is given up, or when what it waits
+for breaks.
 
 Everything here belongs to the event loop's thread; nothing is locked.
 """
@@ -8,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Generic, TypeVar
 
 from tiered_kv.memory import HostBlockPool
 from tiered_kv.specs import SlotRef
 
-__all__ = ["Lease", "Patience", "Permits", "Staging"]
+__all__ = ["Lease", "Patience", "Permits", "Priority", "RightOfWay", "Staging"]
 
 T = TypeVar("T")
 
@@ -93,28 +96,110 @@ class _Turns(Generic[T]):
         return True
 
 
+class Priority(IntEnum):
+    """Who goes first."""
+
+    LOAD = 0
+    """A request waits for it."""
+    PROMOTE = 1
+    """A request will want it soon."""
+    STORE = 2
+    """Nobody waits for it."""
+
+
+class RightOfWay:
+    """Lets the loads of one tier, or of the host memory, go before its stores: while one waits or
+    runs, no store begins, but for one in each `seconds` of loads that leave no gap."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: how long a store gives way at most."""
+        self._seconds = seconds
+        self._loads = 0
+        self._since = 0.0
+        """When the loads began that stores give way to, or the last store that did not."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._resume: list[Callable[[], None]] = []
+
+    @contextmanager
+    def load(self) -> Iterator[None]:
+        """A load waits or runs meanwhile; also a promotion."""
+        if not self._loads:
+            self._since = asyncio.get_running_loop().time()
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
+            if not self._loads:
+                self._go_on()
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        """Call `resume` whenever a store may begin that could not before."""
+        self._resume.append(resume)
+
+    def may_store(self) -> bool:
+        """Whether a store may begin now. Where not, those of `when_free` are called in time."""
+        if not self._loads:
+            return True
+        loop = asyncio.get_running_loop()
+        free_at = self._since + self._seconds
+        if loop.time() >= free_at:
+            return True
+        if self._timer is None:
+            self._timer = loop.call_at(free_at, self._go_on)
+        return False
+
+    def stored(self) -> None:
+        """A store begins."""
+        self._since = asyncio.get_running_loop().time()
+
+    def _go_on(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for resume in self._resume:
+            resume()
+
+
 class Permits:
     """A number of calls that may run at once."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, way: RightOfWay | None = None) -> None:
+        """`way`: what the calls give way to; None: nothing."""
         self._free = count
-        self._turns: _Turns[bool] = _Turns()
+        self._lines: dict[Priority, _Turns[bool]] = {priority: _Turns() for priority in Priority}
+        self._way = way
+        if way is not None:
+            way.when_free(self._serve)
 
-    async def take(self, patience: Patience) -> bool:
-        """Wait for a permit; False when patience ran out."""
-        waiter = self._turns.join(self._grant)
-        self._turns.serve()
-        return await self._turns.wait(waiter, patience) is not None
+    async def take(self, patience: Patience, priority: Priority = Priority.LOAD) -> bool:
+        """Wait for a permit, behind those of the same priority or a higher one; False when
+        patience ran out."""
+        waiter = self._lines[priority].join(self._grant)
+        self._serve()
+        return await self._lines[priority].wait(waiter, patience) is not None
+
+    @property
+    def free(self) -> int:
+        """Calls that may still begin."""
+        return self._free
 
     def give(self) -> None:
         """Give a permit back."""
         self._free += 1
-        self._turns.serve()
+        self._serve()
+
+    def _serve(self) -> None:
+        for line in self._lines.values():
+            if not line.serve():
+                break
 
     def _grant(self) -> bool | None:
-        if not self._free:
+        if not self._free or not (self._way is None or self._way.may_store()):
             return None
         self._free -= 1
+        if self._way is not None:
+            self._way.stored()
         return True
 
 
@@ -165,6 +250,11 @@ class Staging:
         """How many blocks a group of at most `blocks` may have, so that two groups fit into the
         tenant's quota and can overlap. 0 where there is no staging at all."""
         return min(blocks, _group_of(self._quota(tenant)))
+
+    @property
+    def store_quota(self) -> int:
+        """Slots that stores may hold together."""
+        return self._store_quota
 
     async def lease(self, tenant: str, count: int, patience: Patience) -> Lease | None:
         """Wait for `count` slots; None when patience ran out.

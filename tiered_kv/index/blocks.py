@@ -141,7 +141,26 @@ class BlockIndex:
     ) -> list[Row | None]:
         """This rank's rows. A row that fails its own check value is None, and its block will be
         removed by the next `publish` or `remove`."""
-        return [self._row(txn, key, self._rank) for key in self.full_keys(keys)]
+        rank, rows, get, unpack = self._rank, self._rows, txn.get, Row.unpack
+        found: list[Row | None] = []
+        for key in self.full_keys(keys):
+            name = key + rank
+            data = get(name, None, rows)
+            row = None if data is None else unpack(name, bytes(data))
+            if row is None and data is not None:
+                self._doubt(key)
+            found.append(row)
+        return found
+
+    def with_row(self, txn: Transaction, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Those of the blocks of which this rank has a sound row; see `rows` for the others."""
+        start, end = len(self._prefix), -_RANK_BYTES
+        with txn.cursor(self._rows) as cursor:
+            rank = self._rank
+            names = cursor.getmulti([key + rank for key in self.full_keys(keys)], values=False)
+        found = [BlockKey(name[start:end]) for name in names]
+        rows = self.rows(txn, found)
+        return {key for key, row in zip(found, rows, strict=True) if row is not None}
 
     def present(self, txn: Transaction, blocks: Iterable[FullKey]) -> list[FullKey]:
         """Those of the blocks that have a row of any rank."""
@@ -215,30 +234,32 @@ class BlockIndex:
         before, and those of blocks that are dropped because a row of theirs was damaged.
         """
         freed = self._settle(txn)
-        rank = self._rank
-        given: dict[FullKey, tuple[bytes, Row]] = {}
-        for key, (_, row) in zip(self.full_keys(k for k, _ in blocks), blocks, strict=True):
+        keys = self.full_keys([key for key, _ in blocks])
+        given: dict[FullKey, Row] = {}
+        for key, (_, row) in zip(keys, blocks, strict=True):
             if key in given:
                 freed.append(row)
             else:
-                given[key] = (row.pack(key + rank), row)
+                given[key] = row
+        rank = self._rank
+        items = [(name := key + rank, row.pack(name)) for key, row in given.items()]
         with txn.cursor(self._rows) as cursor:
-            items = [(key + rank, given[key][0]) for key in sorted(given)]
             _, added = cursor.putmulti(items, overwrite=False)
         if added < len(items):
             freed += self._give_in(txn, given)
         with self._pending:
             self._damaged.difference_update(given)
-        self._count_in(txn, {key: row.slot_class for key, (_, row) in given.items()})
+        self._count_in(txn, given)
         self._log.trim(txn)
         return freed
 
-    def _give_in(self, txn: Transaction, given: dict[FullKey, tuple[bytes, Row]]) -> list[Row]:
+    def _give_in(self, txn: Transaction, given: dict[FullKey, Row]) -> list[Row]:
         """Take out of `given` what lost to a row that was there before; the rows to be freed."""
         freed: list[Row] = []
-        for key, (packed, row) in list(given.items()):
+        for key, row in list(given.items()):
             name = key + self._rank
             there = txn.get(name, b"", db=self._rows)
+            packed = row.pack(name)
             if there == packed:
                 continue
             if Row.unpack(name, there) is not None:
@@ -249,27 +270,30 @@ class BlockIndex:
                 txn.put(name, packed, db=self._rows)
         return freed
 
-    def _count_in(self, txn: Transaction, new: Mapping[FullKey, int]) -> None:
-        """One more row of each of these blocks is there; by block, its slot class."""
+    def _count_in(self, txn: Transaction, new: Mapping[FullKey, Row]) -> None:
+        """One more row of each of these blocks is there."""
         tick = self._counters.advance(txn, b"tick", len(new)) + len(new)
-        blocks, others = self._blocks, self._other_ranks
+        others, ranks = self._other_ranks, self._world_size
+        with txn.cursor(self._blocks) as cursor:
+            known = set(cursor.getmulti(new, values=False))
         records: list[tuple[FullKey, bytes]] = []
         ordered: list[bytes] = []
         whole: list[FullKey] = []
         in_class: Counter[int] = Counter()
-        for key, slot_class in new.items():
+        for key, row in new.items():
             tick -= 1
-            data = txn.get(key, db=blocks)
-            before = None if data is None else BlockRecord.unpack(key, data)
-            world_size, present = self._world_size, 1
+            slot_class, world_size, present = row.slot_class, ranks, 1
+            before = self._record(txn, key) if key in known else None
             if before is not None:
                 txn.delete(_ordered(key, before.slot_class, before.tick), db=self._order)
-                slot_class, world_size = before.slot_class, before.world_size  # noqa: PLW2901
+                slot_class, world_size = before.slot_class, before.world_size
                 present += before.present
             else:
                 in_class[slot_class] += 1
             if before is None or present > world_size:  # our row was there and got lost
-                present = 1 + sum(self._row(txn, key, rank) is not None for rank in others)
+                present = 1
+                for rank in others:
+                    present += self._row(txn, key, rank) is not None
             records.append((key, BlockRecord.packed(key, slot_class, tick, world_size, present)))
             ordered.append(_ordered(key, slot_class, tick))
             if present == world_size and (before is None or not before.whole):
@@ -436,7 +460,6 @@ class BlockIndex:
     def _write_records(
         self, txn: Transaction, records: list[tuple[FullKey, bytes]], ordered: list[bytes]
     ) -> None:
-        records.sort()
         with txn.cursor(self._blocks) as cursor:
             cursor.putmulti(records)
         ordered.sort()
@@ -445,7 +468,7 @@ class BlockIndex:
 
     def _row(self, txn: Transaction | BufferTransaction, key: FullKey, rank: bytes) -> Row | None:
         name = key + rank
-        data = txn.get(name, db=self._rows)
+        data = txn.get(name, None, self._rows)
         if data is None:
             return None
         row = Row.unpack(name, bytes(data))

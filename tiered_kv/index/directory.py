@@ -36,12 +36,15 @@ __all__ = [
     "directory_lock",
     "fit_data",
     "make_private",
+    "number_of",
     "read_marker",
+    "refuse_empty_mount_point",
     "refuse_network_file_system",
     "remove_data",
     "set_aside",
     "start_marker",
     "try_lock",
+    "unlock",
     "write_marker",
 ]
 
@@ -94,6 +97,16 @@ def start_marker(kind: str, durability: str) -> Marker:
     return Marker(kind, boot_id().hex(), clean=False, durability=durability)
 
 
+def number_of(path: Path) -> tuple[int, int]:
+    """Device and inode of a file or directory.
+
+    Raises:
+        OSError: it is not there.
+    """
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
 def make_private(path: Path) -> None:
     """Make `path` and its missing parents, readable by their owner alone.
 
@@ -104,6 +117,26 @@ def make_private(path: Path) -> None:
         make_private(path.parent)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
+
+
+def refuse_empty_mount_point(path: Path, tier: str, device: int | None) -> None:
+    """Raise `TierError` where nothing lies at `path`, which this process had open on another file
+    system, `device`: its disk was unmounted, and what lies below must not fill up in its place.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    if device is None or (path / DATA).exists():
+        return
+    nearest = path
+    while not nearest.exists():
+        nearest = nearest.parent
+    if nearest.stat().st_dev != device:
+        raise TierError(
+            f"tier {tier}: {path} is empty and on another file system than before; mount its "
+            "disk, or restart the engine where it was replaced",
+            tier=tier,
+        )
 
 
 def refuse_network_file_system(path: Path) -> None:
@@ -151,7 +184,7 @@ def directory_lock(path: Path, tier: str, timeout: float) -> Iterator[None]:
             time.sleep(_LOCK_POLL_SECONDS)
         yield
     finally:
-        os.close(fd)
+        unlock(fd)
 
 
 def try_lock(fd: int, mode: int) -> bool:
@@ -161,6 +194,15 @@ def try_lock(fd: int, mode: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(fd: int) -> None:
+    """Give up a lock and close its file, of which a process that was forked meanwhile may hold a
+    copy: closing alone would leave the lock with that."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
 
 
 def read_marker(path: Path, kind: str) -> Marker | None:

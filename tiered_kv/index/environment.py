@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import lmdb
 
-from tiered_kv.errors import IdentityError, TieredKVError, TierError
+from tiered_kv.errors import IdentityError, TieredKVError, TierError, TierGone, reason_in
 from tiered_kv.index import directory, identity
 from tiered_kv.index.directory import DATA
 from tiered_kv.index.gate import Gate
@@ -50,6 +50,7 @@ class Environment:
     _open: ClassVar[dict[tuple[int, int], Environment]] = {}
     _opening: ClassVar[dict[tuple[int, int], threading.Lock]] = {}
     _guard: ClassVar[threading.Lock] = threading.Lock()
+    _devices: ClassVar[dict[Path, int]] = {}
     _inherited: ClassVar[list[Environment]] = []
     """Environments of the parent process, kept so that nothing closes them in a child."""
 
@@ -112,12 +113,13 @@ class Environment:
         """
         try:
             if writable:
+                directory.refuse_empty_mount_point(path, tier, cls._devices.get(path))
                 directory.make_private(path)
-            status = path.stat()
-            key = (status.st_dev, status.st_ino)
+            key = directory.number_of(path)
             with cls._lock_of(key):
                 shared = cls._open.get(key)
-                if shared is not None and (shared.writable or shared._is_current()):
+                # Its number may be that of a directory that was deleted.
+                if shared is not None and shared._is_current():
                     shared._share(kind, tier, writable)
                     return shared
                 cls._refuse_inherited(key, path, tier)
@@ -128,6 +130,7 @@ class Environment:
                     opened._on_clean = on_clean
                     opened._start(max_bytes, own_budget, on_empty, writemap)
                 cls._open[key] = opened
+                cls._devices[path] = key[0]
                 return opened
         except (lmdb.Error, OSError) as error:
             raise translated(error, tier, path) from error
@@ -226,8 +229,7 @@ class Environment:
                 writemap=writemap,
             )
             try:
-                status = (self.path / DATA).stat()
-                self._file = (status.st_dev, status.st_ino)
+                self._file = directory.number_of(self.path / DATA)
                 if self._users_fd is not None:
                     self._witness = Witness(self.path, self._users_fd)
                 with self._turn.taken(_WRITE_SECONDS) if self.writable else nullcontext():
@@ -353,21 +355,19 @@ class Environment:
             raise self._unusable("it was closed")
 
     def check_current(self) -> None:
-        """Raise `TierError` when `data.mdb` was removed, or replaced by another process, which can
-        happen to whoever only reads: what is stored from now on would never be seen here."""
+        """Raise `TierGone` when `data.mdb` was removed or replaced since it was opened here: what
+        is stored from now on would never be seen here."""
         self.check_usable()
         if not self._is_current():
-            raise self._unusable(
-                f"{DATA} was removed or replaced while it was open here; it is used again when all "
-                "stores of this process that have it open were closed"
+            raise TierGone(
+                f"tier {self.tier}: {self.path / DATA} was removed or replaced while it was open",
+                tier=self.tier,
             )
 
     def _is_current(self) -> bool:
-        try:
-            status = (self.path / DATA).stat()
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == self._file
+        with suppress(OSError):
+            return directory.number_of(self.path / DATA) == self._file
+        return False
 
     def _unusable(self, reason: str) -> TierError:
         return TierError(f"tier {self.tier}: {self.path} cannot be used: {reason}", tier=self.tier)
@@ -459,15 +459,15 @@ class Environment:
                 self._finish()
             except (OSError, lmdb.Error, TieredKVError) as error:
                 # Unmarked, the directory is checked when it is opened next; nothing is lost.
-                logger.warning(
-                    "tier %s: %s was not closed cleanly: %s", self.tier, self.path, error
-                )
+                why = reason_in(self.tier, error)
+                logger.warning("tier %s: %s was not closed cleanly: %s", self.tier, self.path, why)
             finally:
                 self._lmdb.close()
                 self._let_go()
 
     def _finish(self) -> None:
-        if self._users_fd is not None:
+        # What was deleted is not marked, and least of all what another one made in its place.
+        if self._users_fd is not None and self._is_current():
             with directory.directory_lock(self.path, self.tier, _CLOSE_SECONDS):
                 self._lmdb.sync(True)
                 self._lmdb.close()
@@ -477,7 +477,10 @@ class Environment:
         self._witness = None
         self._turn.close()
         if self._users_fd is not None:
-            os.close(self._users_fd)
+            if os.getpid() == self._pid:
+                directory.unlock(self._users_fd)
+            else:  # a copy: the lock is the parent's
+                os.close(self._users_fd)
             self._users_fd = None
 
     @classmethod

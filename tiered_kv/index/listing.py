@@ -17,6 +17,7 @@ import sys
 from collections.abc import Generator
 from contextlib import suppress
 from itertools import groupby
+from typing import IO
 
 import lmdb
 
@@ -92,7 +93,7 @@ def list_apart(
         with child.stdout as pipe:
             with suppress(OSError):  # fewer and larger reads, where it is allowed
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            while not select.select((pipe,), (), (), _FIRST_SECONDS)[0]:
+            while not _has_begun(pipe):
                 yield None
             while len(head := pipe.read(_FRAME.size)) == _FRAME.size and head != _END:
                 length, size = _FRAME.unpack(head)
@@ -101,12 +102,21 @@ def list_apart(
                     break
                 yield [BlockKey(data[at : at + length]) for at in range(0, size, length)]
         if head != _END:
-            status = child.wait(_END_SECONDS)
-            raise ListingFailed(f"the child process ended with {status} before it had sent all")
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_END_SECONDS)
+            how = child.returncode
+            raise ListingFailed(f"the child process ended with {how} before it had sent all")
     finally:
         child.kill()
         with suppress(subprocess.TimeoutExpired):  # its disk hangs
             child.wait(_END_SECONDS)
+
+
+def _has_begun(pipe: IO[bytes]) -> bool:
+    # Not select, which takes no descriptor beyond 1,023: an engine may have more open.
+    watched = select.poll()
+    watched.register(pipe, select.POLLIN)
+    return bool(watched.poll(_FIRST_SECONDS * 1_000))
 
 
 def send() -> None:

@@ -10,6 +10,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from tiered_kv.contracts import ChangeBatch
 from tiered_kv.index.environment import Environment, Transaction
@@ -21,6 +22,7 @@ _NAMESPACE_BYTES = 8
 _NUMBER_BYTES = 8
 _LAST = b"log"
 _LENGTH = struct.Struct(">H")
+_namespace_of = itemgetter(slice(_NAMESPACE_BYTES))
 _BEYOND: dict[bytes, Callable[[], int]] = {
     b"tick": time.time_ns,
     b"generation": time.time_ns,
@@ -88,10 +90,10 @@ class ChangeLog:
         if not keys:
             return
         last = self._counters.advance(txn, _LAST, len(keys)) + len(keys)
-        entry = bytes([added]) + b"".join(_LENGTH.pack(len(key)) + key for key in keys)
+        entry = bytes([added]) + b"".join([_LENGTH.pack(len(key)) + key for key in keys])
         txn.put(number_bytes(last), entry, db=self._entries)
         sign = 1 if added else -1
-        for namespace, count in Counter(key[:_NAMESPACE_BYTES] for key in keys).items():
+        for namespace, count in Counter(map(_namespace_of, keys)).items():
             whole = self.visible(txn, namespace) + sign * count
             self._counters.set(txn, b"whole:" + namespace, max(0, whole))
 

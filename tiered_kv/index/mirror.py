@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered_kv.contracts import BlockStore, ChangeBatch
-from tiered_kv.errors import RefuseToStart, TieredKVError
+from tiered_kv.errors import RefuseToStart, TieredKVError, reason_in
 from tiered_kv.index.keyset import KeySet
 from tiered_kv.values import BlockKey
 
@@ -142,7 +142,7 @@ class Mirror:
                     self._close_store(store)
 
     def _fail(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {reason_in(self._tier, error)}"
         if self._state != f"failed: {reason}":
             expected = isinstance(error, TieredKVError)
             level = logging.ERROR if isinstance(error, RefuseToStart) else logging.WARNING
@@ -164,7 +164,9 @@ class Mirror:
         try:
             store.close()
         except Exception as error:  # noqa: BLE001 - a third party's store may raise anything
-            logger.warning("tier %s: the store did not close: %s", self._tier, error)
+            logger.warning(
+                "tier %s: the store did not close: %s", self._tier, reason_in(self._tier, error)
+            )
 
     def _follow(self, store: BlockStore) -> None:
         cursor = self._fill(store)

@@ -1,4 +1,4 @@
-"""Which process holds reserved room, and whether it still lives."""
+"""Which processes use a tier, or hold reserved room in it, and whether they still live."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Self
 
-__all__ = ["Owner", "boot_id"]
+from tiered_kv.index.transactions import Database, Transaction
+
+__all__ = ["Owner", "Owners", "boot_id"]
 
 _PACKED = struct.Struct(">16sQIQd")
 _UNJUDGED_SECONDS = 600.0
+_NAMESPACE_BYTES = 8
 
 
 @lru_cache(maxsize=1)
@@ -73,6 +76,42 @@ class Owner:
         if len(data) != _PACKED.size:
             raise ValueError(f"an owner is {_PACKED.size} bytes, not {len(data)}")
         return cls(*_PACKED.unpack(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Which processes have a tier open for writing: a record per store that stores.
+
+    Key: the store's nonce. Value: its process, and the id of its namespace. Records of a wrong
+    length are passed over. Each call belongs to a transaction.
+    """
+
+    database: Database
+
+    def register(self, txn: Transaction, nonce: bytes, namespace_id: bytes) -> None:
+        """Say that this process has the namespace open for writing (write transaction)."""
+        txn.put(nonce, Owner.current().pack() + namespace_id, db=self.database)
+
+    def forget(self, txn: Transaction, nonce: bytes) -> None:
+        """It has it open no more (write transaction)."""
+        txn.delete(nonce, db=self.database)
+
+    def live_namespaces(self, txn: Transaction) -> set[bytes]:
+        """Ids of the namespaces that some live process has open for writing."""
+        return {namespace for _, owner, namespace in self._all(txn) if owner.alive()}
+
+    def dead(self, txn: Transaction) -> list[bytes]:
+        """Nonces of processes that do not run any more."""
+        return [nonce for nonce, owner, _ in self._all(txn) if not owner.alive()]
+
+    def _all(self, txn: Transaction) -> list[tuple[bytes, Owner, bytes]]:
+        size = Owner.PACKED_BYTES
+        with txn.cursor(self.database) as cursor:
+            return [
+                (nonce, Owner.unpack(value[:size]), value[size:])
+                for nonce, value in cursor
+                if len(value) == size + _NAMESPACE_BYTES
+            ]
 
 
 def _pid_namespace() -> int:

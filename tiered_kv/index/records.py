@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import xxhash
+from xxhash import xxh32_intdigest
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.values import ChecksumKind
@@ -28,8 +29,7 @@ _KIND_CODES = {ChecksumKind.XXH3: 1, ChecksumKind.WSUM: 2}
 _KINDS = {code: kind for kind, code in _KIND_CODES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Where one rank's part of a block lies."""
 
     checksum: BlockChecksum
@@ -50,16 +50,12 @@ class Row:
             raise ValueError(
                 f"a location is at most {MAX_LOCATION_BYTES} bytes, not {len(self.location)}"
             )
-        checksum = self.checksum
+        checksum, slot_class, location, generation = self
         head = _ROW.pack(
-            _KIND_CODES[checksum.kind],
-            checksum.length,
-            checksum.value,
-            self.slot_class,
-            self.generation,
+            _KIND_CODES[checksum.kind], checksum.length, checksum.value, slot_class, generation
         )
-        content = head + self.location
-        return _CHECK.pack(xxhash.xxh32_intdigest(key + content)) + content
+        content = head + location
+        return _CHECK.pack(xxh32_intdigest(key + content)) + content
 
     @classmethod
     def unpack(cls, key: bytes, data: bytes) -> Row | None:
@@ -68,7 +64,7 @@ class Row:
             return None
         check, code, length, value, slot_class, generation = _SEALED_ROW.unpack_from(data)
         kind = _KINDS.get(code)
-        if kind is None or check != xxhash.xxh32_intdigest(key + data[_CHECK.size :]):
+        if kind is None or check != xxh32_intdigest(key + data[_CHECK.size :]):
             return None
         checksum = BlockChecksum(length, value, kind)
         return cls(checksum, slot_class, data[_SEALED_ROW.size :], generation)
@@ -98,7 +94,7 @@ class BlockRecord:
     def packed(key: bytes, slot_class: int, tick: int, world_size: int, present: int) -> bytes:
         """What `pack` gives for a record with these fields."""
         content = _BLOCK.pack(slot_class, tick, world_size, present)
-        return _CHECK.pack(xxhash.xxh32_intdigest(key + content)) + content
+        return _CHECK.pack(xxh32_intdigest(key + content)) + content
 
     @classmethod
     def unpack(cls, key: bytes, data: bytes | None) -> BlockRecord | None:
@@ -106,7 +102,7 @@ class BlockRecord:
         if data is None or len(data) != _SEALED_BLOCK.size:
             return None
         check, slot_class, tick, world_size, present = _SEALED_BLOCK.unpack(data)
-        if check != xxhash.xxh32_intdigest(key + data[_CHECK.size :]):
+        if check != xxh32_intdigest(key + data[_CHECK.size :]):
             return None
         return cls(slot_class, tick, world_size, present)
 

@@ -113,8 +113,10 @@ class Turn:
     def close(self) -> None:
         """Let go of the file; where another thread does not end its turn, the process's end does.
         Idempotent. In a forked child no other thread can have it."""
-        self._closed.set()
         forked = os.getpid() != self._pid
+        if forked:  # a thread that waited for its turn may have had the lock of the old one
+            self._closed = threading.Event()
+        self._closed.set()
         if forked or self._thread.acquire(timeout=_CLOSE_SECONDS):
             if self._fd >= 0:
                 os.close(self._fd)

@@ -106,7 +106,7 @@ def vet_for_writing(
                 tier=tier,
             )
     except BaseException:
-        os.close(users_fd)
+        directory.unlock(users_fd)
         raise
     return Vetted(map_bytes, users_fd, crashed=crashed)
 
@@ -197,7 +197,7 @@ def _no_writer(path: Path) -> Iterator[tuple[bool, int | None]]:
     try:
         yield directory.try_lock(fd, fcntl.LOCK_EX), fd
     finally:
-        os.close(fd)
+        directory.unlock(fd)
 
 
 def _crashed(marker: Marker) -> bool:

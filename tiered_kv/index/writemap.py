@@ -4,6 +4,8 @@ Then values are copied once, straight to where they stay. But a page of the map 
 the disk kills the process when it is written to (SIGBUS). So the whole file is taken from the file
 system before anything is written, and only where that is a promise: ext4 and xfs keep it, others
 copy on write.
+
+The map of its lock file LMDB writes to always: that file gets its room before LMDB maps it.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from typing import Literal
 
 import lmdb
 
-from tiered_kv.index.directory import DATA, file_system_magic
+from tiered_kv.index.directory import DATA, LOCK, file_system_magic
 
 __all__ = ["Durability", "WriteMap", "open_lmdb"]
 
 Durability = Literal["none", "batch", "full"]
 
 _MAX_READERS = 510
+_LOCK_BYTES = (_MAX_READERS + 2) * 64
+"""LMDB 0.9's lock file: a cache line for each reader, and two for what comes before them."""
 _MAX_DATABASES = 24
 _KEEP_THEIR_PROMISE = {0xEF53: "ext4", 0x58465342: "xfs"}
 _REFUSALS = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSPC, errno.EDQUOT)
@@ -69,6 +73,8 @@ def open_lmdb(
             lib_version=0,
         )
 
+    if writable and locks:
+        _take_lock_room(path / LOCK)
     data = path / DATA
     # LMDB makes the file as long as the map that is written to. Where another process, with a
     # larger budget, has the file open, cutting it would kill that process at its next write.
@@ -83,6 +89,28 @@ def open_lmdb(
             return environment, "on"
         environment.close()
     return opened(into_map=False), f"off ({refusal})"
+
+
+def _take_lock_room(lock: Path) -> None:
+    """A new lock file is given its room at once, or not made: LMDB would make it with holes, and
+    end the process when it fills one on a full disk (SIGBUS). The directory's lock is held.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(fd).st_size:
+            return
+        written = 0
+        try:
+            while written < _LOCK_BYTES:
+                written += os.pwrite(fd, bytes(_LOCK_BYTES - written), written)
+        except OSError:
+            os.truncate(fd, 0)
+            raise
+    finally:
+        os.close(fd)
 
 
 def _refusal(path: Path, durability: str, map_bytes: int, writemap: WriteMap) -> str | None:

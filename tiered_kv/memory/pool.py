@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -54,16 +54,18 @@ class HostBlockPool:
         staging_slots: int,
         slot_bytes: int,
         *,
+        spare_slots: int = 0,
         register: Callable[[int, int], None] | None = None,
         unregister: Callable[[int], None] | None = None,
     ) -> None:
-        """Map `(tier_slots + staging_slots) * slot_bytes` bytes; `slot_bytes` is a multiple of
-        4,096. Takes as long as 256 MiB need to become resident (tenths of a second).
+        """Map `(tier_slots + staging_slots + spare_slots) * slot_bytes` bytes; `slot_bytes` is a
+        multiple of 4,096. Takes as long as 256 MiB need to become resident (tenths of a second).
 
         Args:
             tier_slots: slots of the host tier.
             staging_slots: slots that are leased.
             slot_bytes: bytes of each.
+            spare_slots: slots beside those, the last ones, whose user counts their generations.
             register: pins memory (address, bytes) for the device, and raises where that is refused:
                 the pool is pageable then. Called once per chunk. None without such a device.
             unregister: undoes it, given the address; called by `close`.
@@ -74,7 +76,7 @@ class HostBlockPool:
             ConfigError: the machine or a control group has less memory left, or the kernel refuses
                 to map that much.
         """
-        if tier_slots < 0 or staging_slots < 0 or tier_slots + staging_slots == 0:
+        if min(tier_slots, staging_slots, spare_slots) < 0 or tier_slots + staging_slots == 0:
             raise ValueError(
                 f"a pool needs at least one slot, not {tier_slots} for the host tier and "
                 f"{staging_slots} for staging"
@@ -83,10 +85,11 @@ class HostBlockPool:
             raise ValueError(f"slot_bytes is {slot_bytes}; expected a multiple of {PAGE_BYTES}")
         self.tier_slots = tier_slots
         self.staging_slots = staging_slots
+        self.spare_slots = spare_slots
         self._slot_bytes = slot_bytes
-        slots = tier_slots + staging_slots
-        _require_memory(tier_slots, staging_slots, slot_bytes)
-        chunks = tuple(_chunks(tier_slots, staging_slots, slot_bytes))
+        slots = tier_slots + staging_slots + spare_slots
+        _require_memory(tier_slots, staging_slots + spare_slots, slot_bytes)
+        chunks = tuple(_chunks(tier_slots, staging_slots + spare_slots, slot_bytes))
         at_once = 0
         ready = 0
         while at_once < len(chunks) and ready + chunks[at_once].nbytes <= START_BYTES:
@@ -103,7 +106,7 @@ class HostBlockPool:
         self._generations = [0] * slots
         self._checksums: list[BlockChecksum | None] = [None] * slots
         self._used_up = [False] * slots
-        self._free = list(range(tier_slots, slots))
+        self._free = list(range(tier_slots, tier_slots + staging_slots))
         self._leased: set[int] = set()
         self._stray_returns = 0
 
@@ -115,73 +118,111 @@ class HostBlockPool:
         return self._slot_bytes
 
     def begin(self, slot: SlotRef) -> memoryview | None:
-        """The whole slot, writable, its old content forgotten.
+        """See `begin_all`, of one slot."""
+        return self.begin_all((slot,))[0]
+
+    def begin_all(self, slots: Sequence[SlotRef]) -> list[memoryview | None]:
+        """Each whole slot, writable, its old content forgotten.
 
         None when the caller's use of the slot is over: a younger generation was begun, this one
         was bound already (it is written once) or given back, or the pool is closed.
 
         Raises:
-            ValueError: the pool has no slot of that number.
+            ValueError: the pool has no slot of that number; none was begun then.
         """
-        number = self._check(slot)
+        numbers = self._check_all(slots)
+        begun: list[memoryview | None] = []
         with self._lock:
-            known = self._generations[number]
-            if self._closed or slot.generation < known:
-                return None
-            if slot.generation == known and self._used_up[number]:
-                return None
-            self._generations[number] = slot.generation
-            self._checksums[number] = None
-            self._used_up[number] = False
-            return self._view(number)
+            if self._closed:
+                return [None] * len(numbers)
+            generations, checksums, used_up = self._generations, self._checksums, self._used_up
+            for number, slot in zip(numbers, slots, strict=True):
+                generation, known = slot.generation, generations[number]
+                if generation < known or (generation == known and used_up[number]):
+                    begun.append(None)
+                    continue
+                generations[number] = generation
+                checksums[number] = None
+                used_up[number] = False
+                begun.append(self._views[number] or self._view(number))
+        return begun
 
     def bind(self, slot: SlotRef, checksum: BlockChecksum) -> bool:
-        """Declare the first `checksum.length` bytes whole.
+        """See `bind_all`, of one slot."""
+        return self.bind_all((slot,), (checksum,))[0]
+
+    def bind_all(self, slots: Sequence[SlotRef], checksums: Sequence[BlockChecksum]) -> list[bool]:
+        """Declare the first `checksum.length` bytes of each slot whole.
 
         False when the bytes are not to be used: a younger generation was begun meanwhile, or this
         one is bound already.
 
         Raises:
-            ValueError: the pool has no slot of that number, or the length exceeds a slot.
+            ValueError: the pool has no slot of that number, the length exceeds a slot, or there
+                are not as many checksums as slots; none was bound then.
         """
-        number = self._check(slot)
-        if not 0 <= checksum.length <= self._slot_bytes:
-            raise ValueError(
-                f"a block of {checksum.length} bytes cannot lie in a slot of {self._slot_bytes}"
-            )
+        numbers = self._check_all(slots)
+        for length in {checksum.length for checksum in checksums}:
+            if not 0 <= length <= self._slot_bytes:
+                raise ValueError(
+                    f"a block of {length} bytes cannot lie in a slot of {self._slot_bytes}"
+                )
+        bound: list[bool] = []
         with self._lock:
-            stale = slot.generation != self._generations[number]
-            if self._closed or stale or self._used_up[number]:
-                return False
-            self._checksums[number] = checksum
-            self._used_up[number] = True
-            return True
+            closed, generations, used_up = self._closed, self._generations, self._used_up
+            for number, slot, checksum in zip(numbers, slots, checksums, strict=True):
+                usable = not (closed or slot.generation != generations[number] or used_up[number])
+                if usable:
+                    self._checksums[number] = checksum
+                    used_up[number] = True
+                bound.append(usable)
+        return bound
 
     def checksum(self, slot: SlotRef) -> BlockChecksum | None:
-        """What was bound under this generation, else None.
+        """See `checksums`, of one slot."""
+        return self.checksums((slot,))[0]
+
+    def checksums(self, slots: Sequence[SlotRef]) -> list[BlockChecksum | None]:
+        """What was bound under the generation of each slot, else None.
 
         Raises:
             ValueError: the pool has no slot of that number.
         """
-        number = self._check(slot)
+        numbers = self._check_all(slots)
         with self._lock:
-            if self._closed or slot.generation != self._generations[number]:
-                return None
-            return self._checksums[number]
+            if self._closed:
+                return [None] * len(numbers)
+            bound, generations = self._checksums, self._generations
+            return [
+                bound[number] if slot.generation == generations[number] else None
+                for number, slot in zip(numbers, slots, strict=True)
+            ]
 
     def view(self, slot: SlotRef) -> memoryview | None:
-        """The bound bytes (their exact length), read-only, else None. After reading them ask
-        `checksum` again: None means that they may have changed meanwhile.
+        """See `views`, of one slot."""
+        return self.views((slot,))[0]
+
+    def views(self, slots: Sequence[SlotRef]) -> list[memoryview | None]:
+        """The bound bytes of each slot (their exact length), read-only, else None. After reading
+        them ask `checksums` again: None means that they may have changed meanwhile.
 
         Raises:
             ValueError: the pool has no slot of that number.
         """
-        number = self._check(slot)
+        numbers = self._check_all(slots)
+        views: list[memoryview | None] = []
         with self._lock:
-            checksum = self._checksums[number]
-            if self._closed or checksum is None or slot.generation != self._generations[number]:
-                return None
-            return self._view(number)[: checksum.length].toreadonly()
+            if self._closed:
+                return [None] * len(numbers)
+            bound, generations = self._checksums, self._generations
+            for number, slot in zip(numbers, slots, strict=True):
+                checksum = bound[number]
+                if checksum is None or slot.generation != generations[number]:
+                    views.append(None)
+                else:
+                    whole = self._views[number] or self._view(number)
+                    views.append(whole.toreadonly()[: checksum.length])
+        return views
 
     # --------------------------------------------------------------------------------- staging
 
@@ -242,8 +283,8 @@ class HostBlockPool:
 
     @property
     def slots(self) -> int:
-        """Number of slots, host tier and staging together."""
-        return self.tier_slots + self.staging_slots
+        """Number of slots, all kinds together."""
+        return self.tier_slots + self.staging_slots + self.spare_slots
 
     def as_array(self, number: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot, whatever its generation, as a writable array of `slot_bytes`.
@@ -328,6 +369,13 @@ class HostBlockPool:
                 "the manager and this rank disagree on the capacity of the host tier"
             )
         return slot.number
+
+    def _check_all(self, slots: Sequence[SlotRef]) -> list[int]:
+        numbers = [slot.number for slot in slots]
+        if numbers and not 0 <= min(numbers) <= max(numbers) < len(self._generations):
+            for slot in slots:
+                self._check(slot)
+        return numbers
 
     def _view(self, number: int) -> memoryview:
         view = self._views[number]

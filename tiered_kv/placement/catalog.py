@@ -11,6 +11,9 @@ A slot is needed by the ranks that were to fill it, until each has *released* it
 it nor reads it for write-behind any more), and by the loads that *pin* it. Only a slot that nobody
 needs is handed out again, under the next generation. What a rank or a job reports names the slot
 with its generation: a key may have been forgotten, and stored anew elsewhere, in between.
+
+Slots are filled by stores, or by promotions, which bring blocks from slower tiers; how many slots
+each may hold at once is up to whoever asks for them.
 """
 
 from __future__ import annotations
@@ -21,13 +24,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from tiered_kv.contracts import EvictionPolicy
 from tiered_kv.placement.lru import LruPolicy
 from tiered_kv.specs import SlotRef
-from tiered_kv.values import BlockKey
+from tiered_kv.values import BlockKey, JobId
 
-__all__ = ["Allocation", "CatalogCounts", "HostCatalog", "SlotState"]
+__all__ = ["Allocation", "CatalogCounts", "HostCatalog", "Leaseholder", "SlotState"]
+
+Leaseholder: TypeAlias = str | JobId
+"""On whose behalf a block is protected: a request, or the promotion that brought it."""
 
 
 class SlotState(Enum):
@@ -77,10 +84,11 @@ class _Use:
     ref: SlotRef
     key: BlockKey
     holders: set[int]
+    promotion: bool = False
     ready: bool = False
     forgotten: bool = False
     pins: int = 0
-    leases: dict[str, float] = field(default_factory=dict)
+    leases: dict[Leaseholder, float] = field(default_factory=dict)
     """Until when, by holder."""
 
 
@@ -112,11 +120,13 @@ class HostCatalog:
         self._generations = [0] * slots
         self._uses: list[_Use | None] = [None] * slots
         self._keys: dict[BlockKey, _Use] = {}
-        self._leases: dict[str, set[BlockKey]] = {}
-        self._expiries: list[tuple[float, int, str]] = []
+        self._leases: dict[Leaseholder, set[BlockKey]] = {}
+        self._expiries: list[tuple[float, int, Leaseholder]] = []
         self._sequence = itertools.count()
         self._pinned = 0
         self._held = 0
+        self._unreleased = {False: 0, True: 0}
+        """Slots that a rank has not released, by whether they were for promotions."""
         self._orphaned = 0
         self._strays = 0
 
@@ -176,15 +186,33 @@ class HostCatalog:
         """Slots, other than storing ones, that a rank has not released (write-behind)."""
         return self._held
 
+    def unreleased(self, *, promotion: bool) -> int:
+        """Slots, storing ones among them, that a rank has not released: those of promotions, or
+        those of stores."""
+        return self._unreleased[promotion]
+
     # -------------------------------------------------------------------------------- storing
 
-    def allocate(self, keys: Sequence[BlockKey], ranks: int) -> Allocation:
+    def allocate(
+        self,
+        keys: Sequence[BlockKey],
+        ranks: int,
+        *,
+        most: int | None = None,
+        promotion: bool = False,
+    ) -> Allocation:
         """Hand out slots to be filled by `ranks` ranks, which hold them until they release them.
 
         Keys that are here already are left out. What does not fit is left out too, from the end
         of `keys`: blocks of a prefix are of no use without those before. Ready blocks go in the
         policy's order where room is needed, but none that is pinned, leased, held by a rank, or
         among `keys`.
+
+        Args:
+            keys: blocks, those of a prefix in order.
+            ranks: how many ranks fill each slot.
+            most: so many slots at most; below 0 is none.
+            promotion: whether the blocks come from a slower tier (`unreleased` tells them apart).
 
         Raises:
             ValueError: `ranks` is less than 1.
@@ -194,13 +222,16 @@ class HostCatalog:
         self._expire()
         asked = dict.fromkeys(keys)
         fresh = [key for key in asked if key not in self._keys]
+        if most is not None:
+            fresh = fresh[: max(0, most)]
         evicted = self._make_room(len(fresh), asked)
         slots: dict[BlockKey, SlotRef] = {}
         for key in fresh[: len(self._free)]:
             number = heapq.heappop(self._free)
             self._generations[number] += 1
             ref = SlotRef(number, self._generations[number])
-            use = _Use(ref, key, set(range(ranks)))
+            use = _Use(ref, key, set(range(ranks)), promotion)
+            self._unreleased[promotion] += 1
             self._uses[number] = self._keys[key] = use
             slots[key] = ref
         return Allocation(slots, tuple(evicted))
@@ -233,8 +264,9 @@ class HostCatalog:
             self._strays += use is not None
             return
         use.holders.remove(rank)
-        if not use.holders and (use.ready or use.forgotten):
-            self._held -= 1
+        if not use.holders:
+            self._unreleased[use.promotion] -= 1
+            self._held -= use.ready or use.forgotten
         self._reclaim(use)
 
     # -------------------------------------------------------------------------------- loading
@@ -273,9 +305,9 @@ class HostCatalog:
 
     # -------------------------------------------------------------------------------- leases
 
-    def lease(self, keys: Iterable[BlockKey], holder: str, until: float) -> None:
-        """Protect blocks from eviction until a time of the clock, on behalf of `holder` (a
-        request). Adds to the holder's leases; keys that are not here are ignored."""
+    def lease(self, keys: Iterable[BlockKey], holder: Leaseholder, until: float) -> None:
+        """Protect blocks from eviction until a time of the clock, on behalf of `holder`. Adds to
+        the holder's leases; keys that are not here are ignored."""
         self._expire()
         mine = self._leases.setdefault(holder, set())
         for key in keys:
@@ -288,12 +320,16 @@ class HostCatalog:
         else:
             del self._leases[holder]
 
-    def end_lease(self, holder: str) -> None:
-        """End all leases of a holder; an unknown one is ignored."""
-        for key in self._leases.pop(holder, ()):
+    def end_lease(self, holder: Leaseholder, keys: Iterable[BlockKey] | None = None) -> None:
+        """End a holder's leases, all or those of these keys; unknown ones are ignored."""
+        mine = self._leases.get(holder, set())
+        for key in list(mine if keys is None else mine.intersection(keys)):
+            mine.discard(key)
             use = self._keys.get(key)
             if use is not None:
                 use.leases.pop(holder, None)
+        if not mine:
+            self._leases.pop(holder, None)
 
     # -------------------------------------------------------------------------------- forgetting
 
@@ -325,6 +361,14 @@ class HostCatalog:
             "held": (
                 self._held,
                 sum(bool(use.holders) and (use.ready or use.forgotten) for use in uses),
+            ),
+            "of stores": (
+                self._unreleased[False],
+                sum(bool(u.holders) and not u.promotion for u in uses),
+            ),
+            "of promotions": (
+                self._unreleased[True],
+                sum(bool(u.holders) and u.promotion for u in uses),
             ),
             "resident": (len(self._policy), sum(u.ready and not u.forgotten for u in uses)),
         }

@@ -9,7 +9,8 @@ for example "manager" or "rank 0") and carries the time at which it was set, so 
 several sources, or of one source at several times, merge into the truth.
 """
 
-from tiered_kv.stats.metrics import METRICS, Metric, MetricKind, Series, TierState
+from tiered_kv.stats.condition import LoadRate, TierCondition, TierWear
+from tiered_kv.stats.metrics import METRICS, DropReason, Metric, MetricKind, Series, TierState
 from tiered_kv.stats.recorder import StatsRecorder
 from tiered_kv.stats.snapshot import (
     GaugeValue,
@@ -23,16 +24,20 @@ from tiered_kv.stats.snapshot import (
 
 __all__ = [
     "METRICS",
+    "DropReason",
     "GaugeValue",
     "HistogramValue",
     "HopStats",
     "JobStats",
+    "LoadRate",
     "Metric",
     "MetricKind",
     "Series",
     "StatsDelta",
     "StatsRecorder",
     "StatsSnapshot",
+    "TierCondition",
     "TierState",
     "TierStats",
+    "TierWear",
 ]

@@ -8,7 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeAlias
 
-__all__ = ["METRICS", "Metric", "MetricKind", "Series", "TierState", "series_of"]
+__all__ = ["METRICS", "DropReason", "Metric", "MetricKind", "Series", "TierState", "series_of"]
 
 Series: TypeAlias = tuple[str, tuple[str, ...]]
 """Name of a metric, and the values of its labels in the order of `Metric.labels`."""
@@ -32,6 +32,35 @@ class TierState(StrEnum):
     """Serves, but not as configured or not always."""
     DOWN = "down"
     """Avoided until it works again."""
+
+
+class DropReason(StrEnum):
+    """Why a block that was to be stored in a tier was not."""
+
+    QUEUE = "queue"
+    """As many bytes wait as `limits.store_queue` allows."""
+    QUEUE_TIME = "queue_time"
+    """The tier has more to write than it can in `limits.store_queue_time`."""
+    SLOTS = "slots"
+    """Write-behind holds as many host slots as it may; or the host tier had none to give."""
+    SHARE = "share"
+    """It waited for a tier that is behind, and its place was given to another tier's."""
+    STAGING = "staging"
+    """No staging slot came free in time."""
+    NO_SPACE = "no_space"
+    """The store found no room."""
+    WEAR = "wear"
+    """The tier's `write_budget` is spent, or asks for blocks that were wanted more often."""
+    UNHEALTHY = "unhealthy"
+    """The tier does not work now."""
+    FAILED = "failed"
+    """The write failed. It is not repeated."""
+    STALE = "stale"
+    """The slot was given to another block before this one was written."""
+    POISONED = "poisoned"
+    """The job was given up."""
+    CLOSING = "closing"
+    """The engine ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +96,28 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             ),
             Metric("tier_hits_total", _C, ("tier",), "Blocks looked up and found in a tier."),
             Metric("tier_misses_total", _C, ("tier",), "Blocks looked up and not in a tier."),
+            Metric(
+                "tier_cut_blocks_total",
+                _C,
+                ("tier", "reason"),
+                "Blocks found in a tier and not loaded from it, by reason: slower_than_recompute, "
+                "deadline (they would come too late), waited (another request was loading them for "
+                "too long), backoff (the tier failed to bring them lately), tier_down.",
+            ),
+            Metric(
+                "gate_prefixes_total",
+                _C,
+                ("loaded",),
+                "Prefixes that were found and decided about, by what of them is loaded (whole, "
+                "part, none).",
+            ),
+            Metric(
+                "prefill_tokens_per_second",
+                _G,
+                ("gate",),
+                "Tokens of prompts that the engine computes per second, as measured or as "
+                "configured (`recompute.gate`).",
+            ),
             Metric("tier_evicted_blocks_total", _C, ("tier",), "Blocks evicted from a tier."),
             Metric(
                 "tier_dropped_blocks_total",
@@ -75,11 +126,26 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
                 "Blocks that were to be stored in a tier and were not, by reason.",
             ),
             Metric(
+                "tier_promoted_blocks_total",
+                _C,
+                ("tier",),
+                "Blocks of a slow tier that were brought into host memory ahead of their load.",
+            ),
+            Metric(
+                "tier_unpromoted_blocks_total",
+                _C,
+                ("tier", "reason"),
+                "Blocks of a slow tier that were not brought into host memory for the request that "
+                "asked for them, by reason: late (not within its wait) and slow (they would not "
+                "have been) are computed, large (host memory cannot hold them) are loaded from the "
+                "tier; else what their reading ended with.",
+            ),
+            Metric(
                 "tier_corrupt_blocks_total",
                 _C,
                 ("tier", "found"),
                 "Blocks of a tier that did not match their checksums and were dropped from it, by "
-                "what found them (load, scrub).",
+                "what found them (load, scrub, probe).",
             ),
             Metric(
                 "tier_unverified_blocks_total",
@@ -106,6 +172,32 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             Metric("tier_pinned_blocks", _G, ("tier",), "Blocks that may not be evicted now."),
             Metric("tier_used_bytes", _G, ("tier",), "Bytes that count against a tier's budget."),
             Metric("tier_capacity_bytes", _G, ("tier",), "A tier's budget."),
+            Metric(
+                "tier_written_bytes_total",
+                _C,
+                ("tier",),
+                "Bytes written to a tier's medium by all that use it, as far as the tier knows: "
+                "blocks in whole pages, and what is written beside them. Where the tier does not "
+                "count them: those of this rank's blocks.",
+            ),
+            Metric(
+                "tier_written_today_bytes",
+                _G,
+                ("tier",),
+                "What of them counts against a tier's write budget of this day (UTC).",
+            ),
+            Metric(
+                "tier_write_budget_bytes",
+                _G,
+                ("tier",),
+                "Bytes that may be written to a tier in a day; only where it has such a budget.",
+            ),
+            Metric(
+                "tier_write_only",
+                _G,
+                ("tier",),
+                "1 where blocks were stored in a tier for long and none was found in it, else 0.",
+            ),
             Metric("write_behind_blocks", _G, ("tier",), "Blocks waiting to be written to a tier."),
             Metric("write_behind_bytes", _G, ("tier",), "Bytes waiting to be written to a tier."),
             Metric(
@@ -115,11 +207,32 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
                 "1 for the state that a tier is in (opening, healthy, degraded, down), else 0.",
             ),
             Metric(
+                "tier_breaker",
+                _G,
+                ("tier", "state"),
+                "1 for the state of a tier's breaker (closed, half_open, open), else 0.",
+            ),
+            Metric(
+                "tier_probes_total",
+                _C,
+                ("tier", "outcome"),
+                "Background reads of a tier's stored blocks that tell whether it works and how "
+                "fast it is, by outcome (read, answered: nothing to read, failed, late).",
+            ),
+            Metric("tier_probe_bytes_total", _C, ("tier",), "Bytes that such reads brought."),
+            Metric(
                 "host_pool_bytes",
                 _G,
                 ("kind",),
                 "Host block pool: bytes mapped, and of them resident since the start, in huge "
                 "pages, pinned.",
+            ),
+            Metric(
+                "internal_errors_total",
+                _C,
+                ("where",),
+                "Errors of tiered-kv itself that were caught before they reached the engine, by "
+                "the call that they were caught at.",
             ),
             Metric(
                 "jobs_total",

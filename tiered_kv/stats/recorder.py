@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from tiered_kv.specs import HopResult, JobResult
-from tiered_kv.stats.metrics import METRICS, Series, TierState, series_of
+from tiered_kv.stats.metrics import METRICS, DropReason, Series, TierState, series_of
 from tiered_kv.stats.snapshot import (
     GaugeValue,
     HistogramValue,
@@ -81,19 +81,61 @@ class StatsRecorder:
             self._add("tier_hits_total", (tier,), hits)
             self._add("tier_misses_total", (tier,), misses)
 
+    def cut(self, tier: str, reason: str, blocks: int) -> None:
+        """Blocks were found in a tier and are not loaded; `reason` is a `CutReason`."""
+        with self._lock:
+            self._add("tier_cut_blocks_total", (tier, reason), blocks)
+
+    def gate(self, loaded: str) -> None:
+        """A prefix was decided about; `loaded` says what of it is: whole, part or none."""
+        with self._lock:
+            self._add("gate_prefixes_total", (loaded,), 1)
+
+    def prefill(self, gate: str, tokens_per_second: float) -> None:
+        """How fast the engine computes prompts now, and how that is known."""
+        with self._lock:
+            self._set("prefill_tokens_per_second", (gate,), tokens_per_second)
+
     def evicted(self, tier: str, blocks: int) -> None:
         """Blocks were evicted from a tier."""
         with self._lock:
             self._add("tier_evicted_blocks_total", (tier,), blocks)
 
-    def dropped(self, tier: str, reason: str, blocks: int) -> None:
-        """Blocks were to be stored in a tier and were not; `reason` is one short word."""
+    def dropped(self, tier: str, reason: DropReason, blocks: int) -> None:
+        """Blocks were to be stored in a tier and were not."""
         with self._lock:
-            self._add("tier_dropped_blocks_total", (tier, reason), blocks)
+            self._add("tier_dropped_blocks_total", (tier, str(reason)), blocks)
+
+    def written(self, tier: str, bytes_: int) -> None:
+        """More bytes were written to a tier's medium."""
+        with self._lock:
+            self._add("tier_written_bytes_total", (tier,), bytes_)
+
+    def wear(self, tier: str, *, today: int, budget: int) -> None:
+        """How much of a tier's write budget is used, in bytes."""
+        with self._lock:
+            self._set("tier_written_today_bytes", (tier,), today)
+            self._set("tier_write_budget_bytes", (tier,), budget)
+
+    def write_only(self, tier: str, alarm: bool) -> None:
+        """Whether a tier is written to for nothing."""
+        with self._lock:
+            self._set("tier_write_only", (tier,), int(alarm))
+
+    def promoted(self, tier: str, blocks: int) -> None:
+        """Blocks of a tier were brought into host memory ahead of their load."""
+        with self._lock:
+            self._add("tier_promoted_blocks_total", (tier,), blocks)
+
+    def unpromoted(self, tier: str, reason: str, blocks: int) -> None:
+        """Blocks of a tier were not brought into host memory for a request; `reason` is one short
+        word."""
+        with self._lock:
+            self._add("tier_unpromoted_blocks_total", (tier, reason), blocks)
 
     def corrupt(self, tier: str, found: str, blocks: int) -> None:
-        """Blocks of a tier did not match their checksums; `found` says what noticed: "load" or
-        "scrub"."""
+        """Blocks of a tier did not match their checksums; `found` says what noticed: "load",
+        "scrub" or "probe"."""
         with self._lock:
             self._add("tier_corrupt_blocks_total", (tier, found), blocks)
 
@@ -149,11 +191,29 @@ class StatsRecorder:
             self._set("write_behind_blocks", (tier,), blocks)
             self._set("write_behind_bytes", (tier,), bytes_)
 
+    def internal_error(self, where: str) -> None:
+        """An error of our own was caught at the border to the engine; `where` names the call."""
+        with self._lock:
+            self._add("internal_errors_total", (where,), 1)
+
     def state(self, tier: str, state: TierState) -> None:
         """The state that a tier is in now."""
         with self._lock:
             for each in TierState:
                 self._set("tier_state", (tier, each.value), int(each is state))
+
+    def breaker(self, tier: str, state: str) -> None:
+        """The state that a tier's breaker is in now: closed, half_open or open."""
+        with self._lock:
+            for each in ("closed", "half_open", "open"):
+                self._set("tier_breaker", (tier, each), int(each == state))
+
+    def probe(self, tier: str, outcome: str, *, copied_bytes: int = 0) -> None:
+        """A background read of a tier has ended, or runs for too long; `outcome` is one short
+        word."""
+        with self._lock:
+            self._add("tier_probes_total", (tier, outcome), 1)
+            self._add("tier_probe_bytes_total", (tier,), copied_bytes)
 
     def snapshot(self) -> StatsSnapshot:
         """Everything since this recorder was made."""

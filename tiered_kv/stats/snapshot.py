@@ -67,11 +67,13 @@ class TierStats:
 
     hits: int = 0
     misses: int = 0
+    cut: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that were found and not loaded, by reason."""
     evicted: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Blocks by reason."""
     corrupt: Mapping[str, int] = field(default_factory=dict)
-    """Blocks by what found them: load, scrub."""
+    """Blocks by what found them: load, scrub, probe."""
     unverified: int = 0
     """Blocks that were loaded without comparing them with their checksums."""
     scrubbed_blocks: int = 0
@@ -80,10 +82,18 @@ class TierStats:
     pinned_blocks: int = 0
     used_bytes: int = 0
     capacity_bytes: int = 0
+    written_bytes: int = 0
+    written_today_bytes: int = 0
+    write_budget_bytes: int = 0
+    """Per day; 0: none."""
+    write_only: bool = False
+    """Blocks are stored in it, and for long none was found there."""
     write_behind_blocks: int = 0
     write_behind_bytes: int = 0
     states: tuple[str, ...] = ()
     """States that sources report, sorted; one where they agree."""
+    probes: Mapping[str, int] = field(default_factory=dict)
+    """Background reads by outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +162,7 @@ class StatsSnapshot:
         return TierStats(
             hits=int(self.counter("tier_hits_total", name)),
             misses=int(self.counter("tier_misses_total", name)),
+            cut=self._by_last_label("tier_cut_blocks_total", (name,)),
             evicted=int(self.counter("tier_evicted_blocks_total", name)),
             dropped=self._by_last_label("tier_dropped_blocks_total", (name,)),
             corrupt=self._by_last_label("tier_corrupt_blocks_total", (name,)),
@@ -162,9 +173,14 @@ class StatsSnapshot:
             pinned_blocks=int(self.gauge("tier_pinned_blocks", name)),
             used_bytes=int(self.gauge("tier_used_bytes", name)),
             capacity_bytes=int(self.gauge("tier_capacity_bytes", name)),
+            written_bytes=int(self.counter("tier_written_bytes_total", name)),
+            written_today_bytes=int(self.gauge("tier_written_today_bytes", name)),
+            write_budget_bytes=int(self.gauge("tier_write_budget_bytes", name)),
+            write_only=bool(self.gauge("tier_write_only", name)),
             write_behind_blocks=int(self.gauge("write_behind_blocks", name)),
             write_behind_bytes=int(self.gauge("write_behind_bytes", name)),
             states=tuple(sorted(states)),
+            probes=self._by_last_label("tier_probes_total", (name,)),
         )
 
     def jobs(self) -> dict[str, JobStats]:

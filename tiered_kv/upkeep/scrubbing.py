@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from tiered_kv.contracts import BlockStore
+from tiered_kv.errors import reason_in
 from tiered_kv.upkeep.verifying import VERIFY_BATCH_BYTES, Verified, verify
 
 __all__ = ["Pace", "Scrubber"]
@@ -139,7 +140,9 @@ class Scrubber:
         # A store may be anybody's, and so may its errors; the next round tries again.
         except Exception as error:  # noqa: BLE001
             if not self._closed.is_set():
-                logger.warning("tier %s: scrubbing it failed: %s", self._tier, error)
+                logger.warning(
+                    "tier %s: scrubbing it failed: %s", self._tier, reason_in(self._tier, error)
+                )
             return False
         return True
 

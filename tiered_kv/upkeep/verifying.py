@@ -58,7 +58,8 @@ def verify(
         block_bytes: length of the longest block; a longer one counts as missing.
         drop: discard corrupt blocks, all ranks' parts, unless they were replaced meanwhile.
         batch_bytes: about how much is read at once.
-        pace: called after each batch with the bytes that were read; it may sleep.
+        pace: called after each batch with the bytes that the store read, or tried to read; it may
+            sleep.
         stop: asked before each batch; True ends it.
 
     Raises:
@@ -93,7 +94,8 @@ def _batches(
         if drop and corrupt:
             store.discard(corrupt)
         if pace is not None:
-            pace(verified.bytes)
+            # Reads that fail load the medium too, and a broken one is not to be hurried.
+            pace(verified.bytes + verified.unreadable * block_bytes)
         yield verified
 
 

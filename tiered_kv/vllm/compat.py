@@ -33,6 +33,7 @@ __all__ = [
     "offer_again",
     "share_log",
     "to_adapter",
+    "windows_of",
 ]
 
 SUPPORTED = (Version("0.30"), Version("0.34"))
@@ -160,6 +161,15 @@ def to_adapter(lora: LoRARequest) -> Adapter:
     """An adapter as vLLM's request names it."""
     shape = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""  # not in every version
     return Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id, shape)
+
+
+def windows_of(scheduler: OffloadingConnectorScheduler) -> list[int | None]:
+    """By KV group, how many tokens before a position vLLM loads to go on there; None: all."""
+    windows: list[int | None] = []
+    for group in scheduler.config.kv_group_configs:
+        chunks = group.sliding_window_size_in_chunks
+        windows.append(None if chunks is None else chunks * group.tokens_per_chunk)
+    return windows
 
 
 def group_keys(

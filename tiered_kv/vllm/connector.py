@@ -7,6 +7,7 @@ our worker half, in place of vLLM's.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -33,16 +34,21 @@ from vllm.v1.kv_offload.base import make_offload_key
 
 from tiered_kv.config import require_room
 from tiered_kv.connector import (
+    Answering,
+    Border,
     ConnectorMetadata,
     Manager,
+    StepTimer,
     WorkerConnector,
     allowed_tiers,
+    guarded,
 )
 from tiered_kv.errors import ConfigError, IdentityError
 from tiered_kv.memory import CacheRef, KVCaches
-from tiered_kv.vllm.compat import group_keys, offer_again, to_adapter
+from tiered_kv.vllm.compat import group_keys, offer_again, to_adapter, windows_of
 from tiered_kv.vllm.jobs import (
     TieredHandshake,
+    TieredMetadata,
     TieredWorkerMetadata,
     to_connector_metadata,
     worker_metadata,
@@ -59,6 +65,7 @@ if TYPE_CHECKING:
         KVConnectorStats,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -69,7 +76,14 @@ logger = logging.getLogger(__name__)
 
 
 class TieredKVConnector(OffloadingConnector):
-    """Keeps KV blocks in the tiers of one YAML file."""
+    """Keeps KV blocks in the tiers of one YAML file.
+
+    After the start no error of ours leaves it, nor the halves (see `tiered_kv.connector.border`);
+    what vLLM's own half raises does.
+    """
+
+    _worker: WorkerConnector | None = None
+    """The worker half; None in the scheduler's connector."""
 
     def __init__(
         self,
@@ -95,8 +109,10 @@ class TieredKVConnector(OffloadingConnector):
         self._translated: tuple[OffloadingConnectorMetadata, ConnectorMetadata] | None = None
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
         self.connector_worker: OffloadingConnectorWorker | None = None
-        self._worker: WorkerConnector | None = None
+        self._answering: Answering | None = None
+        """For `tiered-kv top`."""
         self._hashes: tuple[tuple[int, int], ...] = ()
+        self._steps = StepTimer()
         if role == KVConnectorRole.SCHEDULER:
             require_room(setup.assembly.deployment, setup.offloading.parallel.world_size)
             self.connector_scheduler = OffloadingConnectorScheduler(
@@ -108,6 +124,11 @@ class TieredKVConnector(OffloadingConnector):
             )
         else:
             self._worker = _make_worker(setup)
+
+    @property
+    def border(self) -> Border:
+        """Where our errors end."""
+        return self.manager.border if self._worker is None else self._worker.border
 
     # The worker's side
 
@@ -123,7 +144,21 @@ class TieredKVConnector(OffloadingConnector):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take over the engine's caches, made canonical by vLLM's own code."""
+        """Take over the engine's caches, made canonical by vLLM's own code. When the engine runs
+        already, caches that cannot be used end loading and storing, not the engine."""
+        if self.worker.attached:
+            self._register_again(kv_caches)
+        else:
+            self._register(kv_caches)
+
+    def _serve_nothing(self, *_: object) -> None:
+        self.worker.serve_nothing()
+
+    @guarded(_serve_nothing)
+    def _register_again(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._register(kv_caches)
+
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         canonicalizer = OffloadingConnectorWorker(
             self._spec, self._vllm_config, self._kv_cache_config
         )
@@ -143,14 +178,17 @@ class TieredKVConnector(OffloadingConnector):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler has to know of this rank; asked once, at start."""
-        return TieredHandshake(self.worker.handshake())
+        handshake = self.worker.handshake()
+        if self._answering is None:
+            self._answering = Answering(f"rank {handshake.geometry.rank}", self.worker.view)
+        return TieredHandshake(handshake)
 
     def _jobs(self, metadata: KVConnectorMetadata | None) -> ConnectorMetadata:
         assert isinstance(metadata, OffloadingConnectorMetadata)
         if self._translated is None or self._translated[0] is not metadata:
             self._translated = (
                 metadata,
-                to_connector_metadata(metadata, self._groups, self._chunk),
+                to_connector_metadata(metadata, self._groups, self._chunk, self.border),
             )
         return self._translated[1]
 
@@ -172,6 +210,7 @@ class TieredKVConnector(OffloadingConnector):
         _, received = self.worker.get_finished(finished_req_ids)
         return set(), received
 
+    @guarded(lambda *_: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Requests whose loads are done, and those among them whose load failed."""
         _, received = self.worker.get_finished(finished_req_ids)
@@ -179,11 +218,14 @@ class TieredKVConnector(OffloadingConnector):
         # Found by its module: a vLLM that lacks it is to be refused with our words, not at import.
         return base.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
+    @guarded(lambda *_: None)
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Completions and our own news; on every step that has any."""
         if self._worker is None:
             return None
-        return worker_metadata(self._worker.take_completed(), self._worker.take_report())
+        sent = self._connector_metadata
+        step = sent.step if isinstance(sent, TieredMetadata) else None
+        return worker_metadata(self._worker.take_completed(), self._worker.take_report(), step)
 
     # The scheduler's side
 
@@ -219,10 +261,21 @@ class TieredKVConnector(OffloadingConnector):
                 f"{len(ranks)} of {world} ranks reported their caches at start; "
                 "pipeline and context parallel engines are not supported yet"
             )
-        self.manager.attach(ranks)
+        windows = () if self.connector_scheduler is None else windows_of(self.connector_scheduler)
+        self.manager.attach(ranks, windows)
+        self._answering = Answering("manager", self.manager.view)
 
     def on_new_request(self, request: Request) -> None:
         """Read the request's hint and adapter, then let vLLM's half note it."""
+        self._note(request)
+        super().on_new_request(request)
+
+    def _bar(self, request: Request, *_: object) -> bool:
+        self.manager.bar(request.request_id)
+        return True
+
+    @guarded(_bar)
+    def _note(self, request: Request) -> None:
         params: object = request.kv_transfer_params
         if params is not None and not isinstance(params, dict):
             # A client's nonsense, which vLLM's half would stumble over.
@@ -240,15 +293,21 @@ class TieredKVConnector(OffloadingConnector):
         self.manager.on_new_request(request.request_id, tiers)
         if request.lora_request is not None:
             self._tiered.adapt(request.request_id, to_adapter(request.lora_request))
-        super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Ask all tiers about the whole request at once; vLLM's half then reads the answers."""
+        if not self._ask(request, num_computed_tokens):
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @guarded(_bar)
+    def _ask(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether there are answers."""
         naming = self._tiered.naming(request.request_id)
         if naming is None:  # its adapter's files are being looked at
-            return None, False
+            return False
         if naming.host_only:
             self.manager.keep_in_host(request.request_id)
         if naming.cached and not request.skip_reading_prefix_cache:
@@ -257,16 +316,37 @@ class TieredKVConnector(OffloadingConnector):
                 for block_hash, group in group_keys(request, self._hashes)
             ]
             ours = self._tiered.keys_of(request.request_id, keys)
-            self.manager.lookup(request.request_id, ours, num_computed_tokens)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+            self.manager.lookup(request.request_id, ours, num_computed_tokens, request.num_tokens)
+        return True
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step's message to the ranks: vLLM's jobs, and our orders beside them."""
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        step = None
+        if not metadata.jobs_to_flush:  # such a step waits for our copies first
+            step = self._steps.began(scheduler_output.num_scheduled_tokens.values())
+        return TieredMetadata(
+            metadata.load_jobs,
+            metadata.store_jobs,
+            metadata.jobs_to_flush,
+            self.manager.take_orders(),
+            step,
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear the ranks' news before vLLM's half completes the step's jobs."""
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, TieredWorkerMetadata):
-            self.manager.take_report(metadata.report)
-            for request in {block.request for block in metadata.report.failed_loads}:
-                offer_again(self.scheduler, request)
+        ours = metadata if isinstance(metadata, TieredWorkerMetadata) else None
+        number = None if ours is None else ours.step
+        step = self.border.call("StepTimer.ended", lambda: self._steps.ended(number), None)
+        if step is not None:
+            self.manager.note_step(step.tokens, step.seconds)
+        if ours is not None:
+            self.manager.take_report(ours.report)
+            for request in {block.request for block in ours.report.failed_loads}:
+                again = partial(offer_again, self.scheduler, request)
+                self.border.call("offer_again", again, None)
         super().update_connector_output(connector_output)
 
     # Both
@@ -295,6 +375,8 @@ class TieredKVConnector(OffloadingConnector):
 
     def shutdown(self) -> None:
         """Drain within the deadline and let go. Idempotent; nothing relies on its being called."""
+        if self._answering is not None:
+            self._answering.close()
         if self._worker is not None:
             self._worker.shutdown()
         if self.connector_scheduler is not None:

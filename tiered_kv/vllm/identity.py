@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,7 +137,9 @@ def adapter_identity(path: str) -> str:
     Raises:
         IdentityError: there are no weight files, or they cannot be read.
     """
-    return weights_identity(_directory(path, "adapter_config.json", None))
+    # What vLLM calls for adapters (not for models); pathlib's raises for a user that is not there.
+    expanded = os.path.expanduser(path)  # noqa: PTH111
+    return weights_identity(_directory(expanded, "adapter_config.json", None))
 
 
 def _weights(model: str, revision: str | None) -> str:
@@ -151,7 +154,10 @@ def _directory(name: str, config: str, revision: str | None) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    cached = try_to_load_from_cache(name, config, revision=revision or "main")
+    try:
+        cached = try_to_load_from_cache(name, config, revision=revision or "main")
+    except ValueError:  # no name that the hub could have
+        cached = None
     if not isinstance(cached, str):
         raise IdentityError(
             f"{name!r} is neither a directory nor in the local model cache, so its weights cannot "

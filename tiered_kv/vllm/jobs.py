@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -15,18 +16,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, get_offload_group_idx
 
-from tiered_kv.connector import ConnectorMetadata, Handshake, WorkerReport
+from tiered_kv.connector import Border, ConnectorMetadata, Handshake, Orders, WorkerReport
 from tiered_kv.specs import GpuBlock, GpuSpec, JobResult, LoadJob, StoreJob
 from tiered_kv.values import BlockKey, JobId, JobKind
 from tiered_kv.vllm.spec import LoadSource, StoreDestination
 
 __all__ = [
     "TieredHandshake",
+    "TieredMetadata",
     "TieredWorkerMetadata",
     "gpu_spec",
     "to_connector_metadata",
     "worker_metadata",
 ]
+
+
+@dataclass
+class TieredMetadata(OffloadingConnectorMetadata):
+    """vLLM's message of a step, with our own orders beside its jobs."""
+
+    orders: Orders = field(default_factory=Orders)
+    step: int | None = None
+    """Number of a step that is timed."""
 
 
 @dataclass
@@ -41,6 +52,8 @@ class TieredWorkerMetadata(OffloadingWorkerMetadata):
     """vLLM's completions, with our own news beside them."""
 
     report: WorkerReport = field(default_factory=WorkerReport)
+    step: int | None = None
+    """Number of the timed step that this came with."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """The news of two ranks as one. The base class would drop the report."""
@@ -50,19 +63,26 @@ class TieredWorkerMetadata(OffloadingWorkerMetadata):
         report = self.report
         if isinstance(other, TieredWorkerMetadata):
             report = report.merged(other.report)
-        return TieredWorkerMetadata(both.completed_jobs, both.transfer_stats, report)
+        return TieredWorkerMetadata(both.completed_jobs, both.transfer_stats, report, self.step)
 
 
 def to_connector_metadata(
-    metadata: OffloadingConnectorMetadata, groups: Mapping[int, int], chunk: int
+    metadata: OffloadingConnectorMetadata, groups: Mapping[int, int], chunk: int, border: Border
 ) -> ConnectorMetadata:
-    """Translate one step's jobs.
+    """Translate one step's jobs; one that cannot be translated fails when it is begun.
 
     Args:
         metadata: as vLLM's scheduler half made it.
         groups: vLLM's group id -> our group number.
         chunk: engine blocks per block.
+        border: hears of errors.
     """
+
+    def blocks(spec: GPULoadStoreSpec, keys: Sequence[BlockKey], *, whole: bool = False) -> GpuSpec:
+        nowhere = GpuSpec(tuple(GpuBlock(0, ()) for _ in keys))
+        translate = partial(gpu_spec, spec, keys, groups, chunk, whole=whole)
+        return border.call("gpu_spec", translate, nowhere)
+
     loads: list[LoadJob] = []
     for job_id, job in metadata.load_jobs.items():
         source, destination = job.src_spec, job.dst_spec
@@ -73,8 +93,9 @@ def to_connector_metadata(
                 JobId(job_id),
                 job.req_id,
                 source.keys,
-                source.parts,
-                gpu_spec(destination, source.keys, groups, chunk),
+                source.plan.parts,
+                blocks(destination, source.keys),
+                source.plan.deadline,
             )
         )
     stores: list[StoreJob] = []
@@ -87,12 +108,13 @@ def to_connector_metadata(
                 JobId(job_id),
                 job.req_id,
                 target.keys,
-                gpu_spec(origin, target.keys, groups, chunk, whole=True),
+                blocks(origin, target.keys, whole=True),
                 target.targets,
             )
         )
     flush = frozenset(JobId(job_id) for job_id in metadata.jobs_to_flush or ())
-    return ConnectorMetadata(tuple(loads), tuple(stores), flush)
+    orders = metadata.orders if isinstance(metadata, TieredMetadata) else Orders()
+    return ConnectorMetadata(tuple(loads), tuple(stores), flush, orders)
 
 
 def gpu_spec(
@@ -144,12 +166,12 @@ def gpu_spec(
 
 
 def worker_metadata(
-    completed: Sequence[JobResult], report: WorkerReport | None
+    completed: Sequence[JobResult], report: WorkerReport | None, step: int | None = None
 ) -> TieredWorkerMetadata | None:
-    """vLLM's worker metadata of a step; None where there is no news."""
-    if not completed and report is None:
+    """vLLM's worker metadata of a step; None where there is no news, and the step is not timed."""
+    if not completed and report is None and step is None:
         return None
-    metadata = TieredWorkerMetadata(report=report or WorkerReport())
+    metadata = TieredWorkerMetadata(report=report or WorkerReport(), step=step)
     for result in completed:
         metadata.mark_completed(result.id)
         direction = (

@@ -28,8 +28,20 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from tiered_kv.connector import UNNAMED, Adapter, Adapters, Answer, Inquiry, Manager, Naming
-from tiered_kv.specs import Parts, StoreTargets
+from tiered_kv.connector import (
+    UNNAMED,
+    Adapter,
+    Adapters,
+    Answer,
+    Border,
+    Inquiry,
+    LoadPlan,
+    Manager,
+    Naming,
+    failing_plan,
+    guarded,
+)
+from tiered_kv.specs import StoreTargets
 from tiered_kv.values import BlockKey
 from tiered_kv.vllm.identity import adapter_identity
 from tiered_kv.vllm.metrics import metric_definitions, to_vllm_stats
@@ -59,7 +71,7 @@ class LoadSource(LoadStoreSpec):
     """What the manager sends for a load."""
 
     keys: tuple[BlockKey, ...]
-    parts: Parts
+    plan: LoadPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,8 @@ class StoreDestination(LoadStoreSpec):
 
 
 class TieredKVManager(OffloadingManager):
-    """Answers vLLM's scheduler from the engine-neutral manager. Scheduler thread only.
+    """Answers vLLM's scheduler from the engine-neutral manager. Scheduler thread only. No method
+    raises.
 
     vLLM names blocks by its own keys; ours are the same but for requests with an adapter.
     """
@@ -81,29 +94,53 @@ class TieredKVManager(OffloadingManager):
         self._adapters = adapters
         self._adapted: dict[str, _Adapted] = {}
 
+    @property
+    def border(self) -> Border:
+        """Where errors end."""
+        return self.core.border
+
+    def _bar(self, request: str, *_: object) -> None:
+        self.core.bar(request)
+
+    @guarded(_bar)
     def adapt(self, request: str, adapter: Adapter) -> None:
         """A request with an adapter was added."""
         jobs = self._adapted[request].jobs if request in self._adapted else 0
         self._adapted[request] = _Adapted(self._adapters.ask(adapter), jobs)
 
+    def _unknown(self, request: str) -> Naming:
+        self.core.bar(request)
+        return _UNCACHED
+
+    @guarded(_unknown)
     def naming(self, request: str) -> Naming | None:
         """How the request's blocks are named; None while that is not known yet."""
+        return self._naming(request)
+
+    def _naming(self, request: str) -> Naming | None:
         adapted = self._adapted.get(request)
         return UNNAMED if adapted is None else self._adapters.naming(adapted.inquiry)
 
     def keys_of(self, request: str, keys: Iterable[OffloadKey]) -> list[BlockKey]:
         """Our keys of a request's blocks; of one that is not cached those that no block has."""
-        naming = self.naming(request)
+        naming = self._naming(request)
         if naming is UNNAMED:
             return [BlockKey(key) for key in keys]
         salt = naming.salt if naming is not None and naming.cached else _NOBODYS
         return [salted(key, salt) for key in keys]
 
+    @guarded(lambda *_: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Read the answer that the connector asked for when it was given the request."""
         (ours,) = self.keys_of(req_context.req_id, [key])
         return ANSWERS[self.core.answer(req_context.req_id, ours)]
 
+    def _fail_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self.core.bar(req_context.req_id)
+        wanted = tuple(BlockKey(key) for key in keys)
+        return LoadSource(wanted, failing_plan(wanted))
+
+    @guarded(_fail_load)
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Say where the blocks lie, and pin them."""
         request = req_context.req_id
@@ -114,15 +151,20 @@ class TieredKVManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """A load ended on all ranks."""
         request = req_context.req_id
-        self.core.complete_load(request, self.keys_of(request, keys))
-        self._count(request, -1)
 
+        def complete() -> None:
+            self.core.complete_load(request, self.keys_of(request, keys))
+            self._count(request, -1)
+
+        self.border.insist("TieredKVManager.complete_load", complete)
+
+    @guarded(lambda *_: PrepareStoreOutput([], StoreDestination((), StoreTargets(None)), []))
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         """Choose what is stored; a subset where there is no room, never None."""
         request = req_context.req_id
-        naming = self.naming(request)
+        naming = self._naming(request)
         asked: Sequence[OffloadKey] = list(keys) if naming is not None and naming.cached else []
         theirs = dict(zip(self.keys_of(request, asked), asked, strict=True))
         plan = self.core.prepare_store(request, list(theirs))
@@ -138,8 +180,13 @@ class TieredKVManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """A store's first hop ended on all ranks."""
-        self.core.complete_store(self.keys_of(req_context.req_id, keys))
-        self._count(req_context.req_id, -1)
+        request = req_context.req_id
+
+        def complete() -> None:
+            self.core.complete_store(self.keys_of(request, keys))
+            self._count(request, -1)
+
+        self.border.insist("TieredKVManager.complete_store", complete)
 
     def _count(self, request: str, jobs: int) -> None:
         """Remember how a request's blocks are named until its last job has ended."""
@@ -153,6 +200,7 @@ class TieredKVManager(OffloadingManager):
         """The connector has told the core already; blocks are stored one by one."""
         return RequestOffloadingContext()
 
+    @guarded(lambda *_: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """The request is over."""
         self.core.on_request_finished(req_context.req_id)
@@ -168,18 +216,19 @@ class TieredKVManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Serve no block that was stored before this call."""
         self.core.reset()
-        self._adapters.forget()
+        self.border.insist("Adapters.forget", self._adapters.forget)
         # The jobs of before are not heard of again.
         for request, adapted in list(self._adapted.items()):
             self._count(request, -adapted.jobs)
 
+    @guarded(lambda *_: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call."""
         return to_vllm_stats(self.core.take_stats())
 
     def shutdown(self) -> None:
         """Let go of the mirrors."""
-        self._adapters.close()
+        self.border.call("Adapters.close", self._adapters.close, None)
         self.core.close()
 
 
@@ -192,6 +241,8 @@ class _Adapted:
     """Its loads and stores that have not ended."""
     finished: bool = False
 
+
+_UNCACHED = Naming(cached=False)
 
 _NOBODYS = b"not cached"
 """Salt under which nothing is ever stored."""

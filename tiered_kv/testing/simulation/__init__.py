@@ -12,6 +12,7 @@ from tiered_kv.testing.simulation.engine import Simulation
 from tiered_kv.testing.simulation.model import SimulatedGroup, SimulatedModel
 from tiered_kv.testing.simulation.offloading import EngineBroken
 from tiered_kv.testing.simulation.oracle import ContentMismatch
+from tiered_kv.testing.simulation.pace import Pace, RealTime, StepCost, VirtualTime
 from tiered_kv.testing.simulation.requests import Phase, Request
 from tiered_kv.testing.simulation.workload import Workload
 
@@ -19,11 +20,15 @@ __all__ = [
     "ContentMismatch",
     "Counts",
     "EngineBroken",
+    "Pace",
     "Phase",
+    "RealTime",
     "Request",
     "SimulatedGroup",
     "SimulatedModel",
     "Simulation",
+    "StepCost",
+    "VirtualTime",
     "Workload",
     "assemble",
     "crossed",

@@ -11,7 +11,10 @@ __all__ = ["crossed"]
 
 T = TypeVar("T")
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+_shapes: dict[type, tuple[str, ...] | None] = {}
+"""By class that was met, the fields that a copy is made from; None: its objects do not cross."""
 
 
 def crossed(message: T) -> T:
@@ -21,26 +24,59 @@ def crossed(message: T) -> T:
         TypeError: something in it is no frozen value (a list, a lock, an object with a life of its
             own), which a real border would refuse or silently copy.
     """
-    return cast(T, _copied(message, type(message).__name__))
+    try:
+        return cast(T, _copied(message))
+    except _RefusedError:
+        raise TypeError(_complaint(message, type(message).__name__)) from None
 
 
-def _copied(value: object, where: str) -> object:
-    if isinstance(value, Enum) or type(value) in _PLAIN:
+class _RefusedError(Exception):
+    """Something cannot cross."""
+
+
+def _copied(value: object) -> object:
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if type(value) is tuple:
-        return tuple(_copied(item, f"{where}[{i}]") for i, item in enumerate(value))
-    if type(value) is frozenset:
-        return frozenset(_copied(item, f"an item of {where}") for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        parameters: Any = type(value).__dict__.get("__dataclass_params__")
-        if not parameters.frozen:
-            raise TypeError(f"{where} is a {type(value).__name__}, which is not frozen")
-        make = cast(Callable[..., object], type(value))
-        return make(
-            **{
-                field.name: _copied(getattr(value, field.name), f"{where}.{field.name}")
-                for field in fields(value)
-                if field.init
-            }
-        )
-    raise TypeError(f"{where} is a {type(value).__name__}, which cannot cross a process's border")
+    if kind is tuple:
+        return tuple([_copied(item) for item in cast(tuple[object, ...], value)])
+    if kind is frozenset:
+        return frozenset([_copied(item) for item in cast(frozenset[object], value)])
+    if isinstance(value, Enum):
+        return value
+    shape = _shape(kind)
+    if shape is None:
+        raise _RefusedError
+    make = cast(Callable[..., object], kind)
+    return make(**{name: _copied(getattr(value, name)) for name in shape})
+
+
+def _shape(kind: type) -> tuple[str, ...] | None:
+    if kind not in _shapes:
+        frozen = is_dataclass(kind) and _parameters(kind).frozen
+        _shapes[kind] = tuple(f.name for f in fields(kind) if f.init) if frozen else None
+    return _shapes[kind]
+
+
+def _parameters(kind: type) -> Any:
+    return kind.__dict__.get("__dataclass_params__")
+
+
+def _complaint(value: object, where: str) -> str:
+    """What of a message does not cross, and where in it that lies; empty where all of it does."""
+    kind = type(value)
+    items: list[tuple[object, str]] = []
+    if kind in _PLAIN or isinstance(value, Enum):
+        return ""
+    if kind is tuple:
+        inside = enumerate(cast(tuple[object, ...], value))
+        items = [(item, f"{where}[{i}]") for i, item in inside]
+    elif kind is frozenset:
+        items = [(item, f"an item of {where}") for item in cast(frozenset[object], value)]
+    elif (shape := _shape(kind)) is not None:
+        items = [(getattr(value, name), f"{where}.{name}") for name in shape]
+    elif is_dataclass(kind):
+        return f"{where} is a {kind.__name__}, which is not frozen"
+    else:
+        return f"{where} is a {kind.__name__}, which cannot cross a process's border"
+    return next(filter(None, (_complaint(item, place) for item, place in items)), "")

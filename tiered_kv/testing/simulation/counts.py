@@ -20,6 +20,8 @@ class Counts:
     aborts: Counter[str] = field(default_factory=Counter)
     """By what the request was doing: waiting, loading, running."""
     preemptions: int = 0
+    preemptions_in_loads: int = 0
+    """Of them, those at a time when blocks were being loaded."""
     resets: int = 0
     computed_tokens: int = 0
     """By the simulated forward passes; a token that was computed again counts again."""
@@ -29,6 +31,8 @@ class Counts:
     """By loads that went well."""
     loads: int = 0
     """Load jobs given to the ranks."""
+    completed_loads: int = 0
+    """Of them, those that went well on all ranks, for a request that still waited for it."""
     loaded_blocks: Counter[str] = field(default_factory=Counter)
     """By tier, in loads that went well; each block once, whatever the number of ranks."""
     failed_loads: int = 0
@@ -39,6 +43,8 @@ class Counts:
     """Requests that went on after a failed load."""
     stores: int = 0
     """Store jobs given to the ranks."""
+    completed_stores: int = 0
+    """Of them, those whose first hop went well on all ranks."""
     stored_blocks: int = 0
     """In store jobs; each block once, whatever the number of ranks."""
     unstored_blocks: Counter[str] = field(default_factory=Counter)

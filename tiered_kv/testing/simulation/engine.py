@@ -19,8 +19,9 @@ from tiered_kv.testing.simulation.counts import Counts
 from tiered_kv.testing.simulation.model import SimulatedModel
 from tiered_kv.testing.simulation.offloading import Offloading
 from tiered_kv.testing.simulation.oracle import Oracle, RankCaches
+from tiered_kv.testing.simulation.pace import Pace, RealTime
 from tiered_kv.testing.simulation.ranks import Rank, RankOutput
-from tiered_kv.testing.simulation.requests import Phase, Request
+from tiered_kv.testing.simulation.requests import Phase, Request, Share
 from tiered_kv.testing.simulation.scheduler import Scheduler, StepPlan
 from tiered_kv.testing.simulation.workload import Workload
 from tiered_kv.values import BlockKey
@@ -58,6 +59,8 @@ class Simulation:
         lockstep: bool = False,
         late_outputs: float = 0.0,
         repeated_messages: float = 0.0,
+        by_priority: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         """Start the manager and the ranks.
 
@@ -73,6 +76,10 @@ class Simulation:
             lockstep: every step waits until the jobs that its ranks run have ended.
             late_outputs: chance that the output of a rank arrives a step later.
             repeated_messages: chance that a rank gets the message of a step twice.
+            by_priority: serve and preempt by the requests' priorities, not by their arrival.
+            pace: the time that it lives in; the machine's, with steps that cost nothing but what
+                the simulation takes, if not given. The manager half goes by it; transfers are
+                real, and take the machine's time.
 
         Raises:
             RefuseToStart: as a real engine's start.
@@ -80,6 +87,8 @@ class Simulation:
         self.model = SimulatedModel() if model is None else model
         self.counts = Counts()
         self.random = random.Random(seed)
+        self.pace: Pace = RealTime() if pace is None else pace
+        """What the time is."""
         self._lockstep = lockstep
         self._late_chance = late_outputs
         self._repeat_chance = repeated_messages
@@ -90,14 +99,19 @@ class Simulation:
         self._sent: Counter[str] = Counter()
         self._names = 0
         self._ranks: list[Rank] = []
-        self.manager: Manager = assembly.manager(self.model.fingerprint, self.model.ranks)
+        self.manager: Manager = assembly.manager(
+            self.model.fingerprint, self.model.ranks, clock=self.pace
+        )
         """The real manager half."""
         self.manager_stats = StatsSnapshot(0.0)
         """All that the manager half handed out so far."""
         try:
             for rank in range(self.model.ranks):
                 self._ranks.append(Rank(assembly, self.model, rank, self._oracle))
-            self.manager.attach([rank.handshake() for rank in self._ranks])
+            self.manager.attach(
+                [rank.handshake() for rank in self._ranks],
+                [group.window and group.window - 1 for group in self.model.groups],
+            )
         except BaseException:
             self.close()
             raise
@@ -111,6 +125,8 @@ class Simulation:
             token_budget=token_budget,
             most_running=most_running,
             hold_finished=hold_finished,
+            by_priority=by_priority,
+            now=self.pace,
         )
 
     def __enter__(self) -> Self:
@@ -146,6 +162,7 @@ class Simulation:
         *,
         name: str | None = None,
         tiers: Collection[str] | None = None,
+        priority: int = 0,
     ) -> Request:
         """Add a request.
 
@@ -154,6 +171,7 @@ class Simulation:
             answer: how many tokens to generate.
             name: its id; by default one that was not used before.
             tiers: tiers that may answer it; None: all.
+            priority: see `Request.priority`.
 
         Raises:
             ValueError: the name is taken, or the pool could never hold the request.
@@ -162,7 +180,9 @@ class Simulation:
             name = f"request-{self._names}"
             self._names += 1
         allowed = None if tiers is None else frozenset(tiers)
-        request = Request(name, self.model, tuple(prompt), answer, allowed)
+        request = Request(
+            name, self.model, tuple(prompt), answer, allowed, priority, self.counts.requests
+        )
         self._scheduler.add(request)
         self._oracle.learn(request, 0, request.length)
         self.counts.requests += 1
@@ -264,7 +284,8 @@ class Simulation:
             beginning = self.random.choice(shared)
             prompt = (*beginning, *self._tokens(*workload.prompt_tokens))
             answer = self.random.randint(*workload.answer_tokens)
-            self.add(prompt[: self.model.most_tokens - answer], answer)
+            priority = self.random.randint(0, workload.priorities - 1)
+            self.add(prompt[: self.model.most_tokens - answer], answer, priority=priority)
         if alive and self.random.random() < workload.abort:
             self.abort(self.random.choice(alive))
         if alive and self.random.random() < workload.preempt:
@@ -280,6 +301,7 @@ class Simulation:
 
     def _turn(self, plan: StepPlan) -> None:
         self.counts.steps += 1
+        began = self.pace()
         outputs = [
             rank.step(
                 plan.message,
@@ -291,9 +313,22 @@ class Simulation:
             )
             for rank in self._ranks
         ]
+        self._pass_time(plan.shares, began)
         self._hear(outputs)
         for request in self._scheduler.after_forward(plan.shares):
             self._oracle.learn(request, request.length - 1, request.length)
+
+    def _pass_time(self, shares: Sequence[Share], began: float) -> None:
+        """A step takes its time, and the manager half hears how long its prompts took."""
+        if not shares:
+            return
+        prefilled = sum(share.end - share.start for share in shares if not share.decodes)
+        decodes = any(share.decodes for share in shares)
+        cost = self.pace.cost.seconds(prefilled, decodes=decodes)
+        self.pace.spend(began, cost)
+        note_step = getattr(self.manager, "note_step", None)
+        if note_step is not None and prefilled:
+            note_step(prefilled, cost or self.pace() - began)
 
     def _happens(self, chance: float, count: str) -> bool:
         happens = chance > 0 and self.random.random() < chance
@@ -341,12 +376,13 @@ class Simulation:
         return whole
 
     def _idle(self) -> None:
-        until = time.monotonic() + _IDLE_SECONDS
+        began = time.monotonic()
         jobs = self._offloading.jobs
         for rank in self._ranks:
             if jobs:
-                rank.worker.engine.wait(jobs, until - time.monotonic())
+                rank.worker.engine.wait(jobs, began + _IDLE_SECONDS - time.monotonic())
         threading.Event().wait(_TICK_SECONDS)  # mirrors, and write-behind, go on meanwhile
+        self.pace.waited(time.monotonic() - began)
 
     # The end
 
@@ -412,9 +448,8 @@ class Simulation:
             ContentMismatch: a byte differs.
         """
         known = self._scheduler.pool.known()
-        for block, name in known.items():
-            for rank in self._ranks:
-                self._oracle.check_block(name, block, rank.caches, rank.rank)
+        for rank in self._ranks:
+            self._oracle.check_blocks(known, rank.caches, rank.rank)
         return len(known)
 
     def audit(self) -> tuple[str, ...]:

@@ -64,6 +64,8 @@ class Offloading:
         self._flush: set[JobId] = set()
         self._fences: dict[int, set[JobId]] = {}
         self._loading: set[BlockKey] = set()
+        self._unstored: set[BlockKey] = set()
+        """Blocks of running stores that a rank could not store."""
         self.allocated: set[int] = set()
         """Engine blocks that were given out in this step."""
 
@@ -71,6 +73,11 @@ class Offloading:
     def jobs(self) -> frozenset[JobId]:
         """Jobs that not all ranks have reported."""
         return frozenset(self._jobs)
+
+    @property
+    def loading(self) -> bool:
+        """Whether blocks are being loaded."""
+        return bool(self._loading)
 
     @property
     def tracked(self) -> int:
@@ -102,7 +109,8 @@ class Offloading:
         if tracked.jobs:
             return None
         keys = [request.keys(group) for group in range(len(self._model.groups))]
-        self._manager.lookup(request.name, [key for row in keys for key in row], computed)
+        every = [key for row in keys for key in row]
+        self._manager.lookup(request.name, every, computed, request.length)
         align = self._model.tier_alignment
         most = request.length - any(group.window for group in self._model.groups)
         for end in range(most // align * align, computed, -align):
@@ -145,9 +153,12 @@ class Offloading:
                 blocks.append(GpuBlock(number, ids, inside[0] % chunk))
             tracked.offered[number] = end // self._model.chunk_tokens(number)
         sources = {key: self._manager.source(request.name, key) or "?" for key in keys}
-        parts = self._manager.prepare_load(request.name, keys)
+        plan = self._manager.prepare_load(request.name, keys)
         job = self._new_job(_Job(request.name, tuple(keys), False, self._ranks()), tracked)
-        self._loads.append(LoadJob(job, request.name, tuple(keys), parts, GpuSpec(tuple(blocks))))
+        destination = GpuSpec(tuple(blocks))
+        self._loads.append(
+            LoadJob(job, request.name, tuple(keys), plan.parts, destination, plan.deadline)
+        )
         self._loading.update(keys)
         request.loaded_tokens = end - computed
         request.load_sources = sources
@@ -179,7 +190,12 @@ class Offloading:
             for tracked in (*(self._tracked[request.name] for request in scheduled), *over)
             if (job := self._store(tracked)) is not None
         ]
-        message = ConnectorMetadata(tuple(self._loads), tuple(stores), frozenset(self._flush))
+        message = ConnectorMetadata(
+            tuple(self._loads),
+            tuple(stores),
+            frozenset(self._flush),
+            self._manager.take_orders(),
+        )
         for tracked in over:
             tracked.told_finished = True
             self._manager.on_request_finished(tracked.request.name)
@@ -241,6 +257,7 @@ class Offloading:
                 tracked.offered = [0] * len(self._model.groups)
         for failed in report.failed_stores:
             self._counts.unstored_blocks[failed.status.value] += 1
+            self._unstored.add(failed.key)
 
     def completed(self, rank: int, number: JobId) -> None:
         """A rank reported a job.
@@ -259,6 +276,8 @@ class Offloading:
         tracked = self._tracked[job.request]
         if job.is_store:
             self._manager.complete_store(frozenset(job.keys))
+            self._counts.completed_stores += self._unstored.isdisjoint(job.keys)
+            self._unstored.difference_update(job.keys)
         else:
             self._manager.complete_load(job.request, frozenset(job.keys))
             self._loading.difference_update(job.keys)
@@ -277,6 +296,7 @@ class Offloading:
 
     def count_load(self, request: Request) -> None:
         """A load went well on all ranks."""
+        self._counts.completed_loads += 1
         self._counts.loaded_blocks.update(Counter(request.load_sources.values()))
         self._counts.loaded_tokens += request.loaded_tokens
 
@@ -296,3 +316,4 @@ class Offloading:
         self._jobs.clear()
         self._fences.clear()
         self._loading.clear()
+        self._unstored.clear()

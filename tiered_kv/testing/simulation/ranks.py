@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.connector import ConnectorMetadata, Handshake, WorkerConnector, WorkerReport
@@ -12,19 +14,13 @@ from tiered_kv.testing.faults import PATIENCE
 from tiered_kv.testing.simulation.border import crossed
 from tiered_kv.testing.simulation.model import SimulatedModel
 from tiered_kv.testing.simulation.oracle import Oracle, RankCaches
-from tiered_kv.testing.simulation.requests import Request
+from tiered_kv.testing.simulation.requests import Share
 from tiered_kv.values import JobId
 
-__all__ = ["Rank", "RankOutput", "Share"]
+__all__ = ["Rank", "RankOutput"]
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What of a request is computed in a step."""
-
-    request: Request
-    start: int
-    end: int
+_AUDIT_SECONDS = 5.0
+_TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ class Rank:
         self,
         message: ConnectorMetadata,
         shares: Sequence[Share],
-        fresh: Iterable[int],
+        fresh: Collection[int],
         finished: Iterable[str],
         *,
         repeated: bool,
@@ -104,23 +100,24 @@ class Rank:
             ContentMismatch: the forward pass would have read wrong bytes.
         """
         worker = self.worker
-        times = 2 if repeated else 1
-        for _ in range(times):
-            worker.handle_preemptions(crossed(message))
-        self.caches.poison(fresh)
-        for _ in range(times):
-            worker.start_kv_transfers(crossed(message))
-        for share in shares:
-            self._oracle.check(share.request, share.start, self.caches, self.rank)
-            self._oracle.compute(share.request, share.start, share.end, self.caches, self.rank)
-        for _ in range(times):
-            worker.prepare_store_kv(crossed(message))
+        received = [crossed(message) for _ in range(2 if repeated else 1)]
+        for copy in received:
+            worker.handle_preemptions(copy)
+        if fresh:
+            self.caches.poison(fresh)
+        for copy in received:
+            worker.start_kv_transfers(copy)
+        if shares:
+            self._oracle.check(shares, self.caches, self.rank)
+            self._oracle.compute(shares, self.caches, self.rank)
+        for copy in received:
+            worker.prepare_store_kv(copy)
         if wait:
             self._given.update(job.id for job in message.loads)
             self._given.update(job.id for job in message.stores)
             worker.engine.wait(self._given, PATIENCE)
-        sent, received = worker.get_finished(set(finished))
-        failed = worker.failed_requests() & received
+        sent, loaded = worker.get_finished(set(finished))
+        failed = worker.failed_requests() & loaded
         completed = tuple(result.id for result in worker.take_completed())
         self._given.difference_update(completed)
         self.take_stats()
@@ -128,7 +125,7 @@ class Rank:
             RankOutput(
                 self.rank,
                 frozenset(sent),
-                frozenset(received),
+                frozenset(loaded),
                 frozenset(failed),
                 completed,
                 worker.take_report() or WorkerReport(),
@@ -144,7 +141,11 @@ class Rank:
     def audit(self) -> tuple[str, ...]:
         """What is still in use once everything has ended; empty in a sound program."""
         pool = self.worker.memory
-        wrong: list[str] = []
+        until = time.monotonic() + _AUDIT_SECONDS
+        while wrong := list(self.worker.engine.audit()):
+            if time.monotonic() >= until:
+                break
+            threading.Event().wait(_TICK_SECONDS)  # it tells of an end before all is put back
         if pool.leased or pool.stray_returns:
             wrong.append(
                 f"{pool.leased} staging slots are leased, {pool.stray_returns} were given back "

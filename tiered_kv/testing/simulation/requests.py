@@ -13,7 +13,7 @@ from tiered_kv.testing.simulation.blocks import NULL_BLOCK
 from tiered_kv.testing.simulation.model import SimulatedModel
 from tiered_kv.values import BlockKey
 
-__all__ = ["Phase", "Request"]
+__all__ = ["Phase", "Request", "Share"]
 
 _DIGEST_BYTES = 16
 _VOCABULARY = 50_000
@@ -45,6 +45,16 @@ class Request:
     """Tokens to generate."""
     tiers: frozenset[str] | None = None
     """Tiers that may answer it; None: all."""
+    priority: int = 0
+    """Lower ones are served first, and preempted last, where the engine goes by priorities."""
+    arrival: int = 0
+    """How many requests were added before it."""
+    arrived: float = 0.0
+    """When it was added, in seconds of the simulation's time."""
+    first_token: float | None = None
+    """When the first token of its answer was there."""
+    ended: float | None = None
+    """When it was over."""
     phase: Phase = Phase.WAITING
     computed: int = 0
     """Tokens whose KV lies in the tables' blocks."""
@@ -120,3 +130,18 @@ class Request:
         self.tables = [[] for _ in self.model.groups]
         self.computed = 0
         return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a request is computed in a step."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the next token after the newest one of an answer."""
+        request = self.request
+        return self.start == request.length - 1 and request.length > len(request.prompt)

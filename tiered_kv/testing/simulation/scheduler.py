@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.connector import ConnectorMetadata
@@ -10,8 +11,7 @@ from tiered_kv.testing.simulation.blocks import NULL_BLOCK, BlockPool
 from tiered_kv.testing.simulation.counts import Counts
 from tiered_kv.testing.simulation.model import SimulatedModel
 from tiered_kv.testing.simulation.offloading import EngineBroken, Offloading
-from tiered_kv.testing.simulation.ranks import Share
-from tiered_kv.testing.simulation.requests import Phase, Request
+from tiered_kv.testing.simulation.requests import Phase, Request, Share
 
 __all__ = ["Scheduler", "StepPlan"]
 
@@ -28,9 +28,53 @@ class StepPlan:
     message: ConnectorMetadata
 
 
+class _Line:
+    """Requests that do not run, the next one first: in the order of their coming, or by priority
+    and then by arrival. (What was preempted comes first in the former order.)"""
+
+    def __init__(self, *, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._requests: list[Request] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """A new one."""
+        if self._by_priority:
+            insort(self._requests, request, key=_rank)
+        else:
+            self._requests.append(request)
+
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Those that were taken out; the first of them becomes the next one, unless another has a
+        better priority."""
+        if self._by_priority:
+            for request in requests:
+                insort(self._requests, request, key=_rank)
+        else:
+            self._requests[:0] = requests
+
+    def take(self) -> Request:
+        """The next one, taken out."""
+        return self._requests.pop(0)
+
+    def remove(self, request: Request) -> None:
+        """It waits no more."""
+        self._requests.remove(request)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
 class Scheduler:
-    """Continuous batching with chunked prefill, preemption of the newest, and asynchronous loads,
-    in the order in which vLLM does it."""
+    """Continuous batching with chunked prefill, preemption, and asynchronous loads, in the order in
+    which vLLM does it. Preempted is the newest, or by priority the least urgent, of these the one
+    that arrived last."""
 
     def __init__(
         self,
@@ -41,6 +85,8 @@ class Scheduler:
         token_budget: int,
         most_running: int,
         hold_finished: bool,
+        by_priority: bool,
+        now: Callable[[], float],
     ) -> None:
         self._model = model
         self._offloading = offloading
@@ -52,7 +98,9 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         """All whose blocks are not free yet."""
         self._running: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._by_priority = by_priority
+        self._now = now
+        self._waiting = _Line(by_priority=by_priority)
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._finished: list[str] = []
@@ -87,7 +135,8 @@ class Scheduler:
                 f"{self._model.blocks - 1}, a prompt and at least one token of answer"
             )
         self.requests[request.name] = request
-        self._waiting.append(request)
+        request.arrived = self._now()
+        self._waiting.add(request)
         self._offloading.on_new_request(request)
 
     def abort(self, request: Request) -> None:
@@ -106,6 +155,7 @@ class Scheduler:
 
     def _end(self, request: Request, phase: Phase) -> None:
         request.phase = phase
+        request.ended = self._now()
         self._offloading.on_finished(request)
         self._finished.append(request.name)
         if self._hold_finished:
@@ -124,9 +174,10 @@ class Scheduler:
         self._running.remove(request)
         self.pool.release(request.forget_blocks())
         request.phase = Phase.WAITING
-        self._waiting.appendleft(request)
+        self._waiting.put_back([request])
         self._preempted.append(request.name)
         self._counts.preemptions += 1
+        self._counts.preemptions_in_loads += self._offloading.loading
 
     def preempt_all(self) -> None:
         """Preempt all running requests, so that they run again in the same order, and take back
@@ -149,7 +200,12 @@ class Scheduler:
             if request not in self._running or not budget:
                 continue
             end = min(request.length, request.computed + budget)
-            if self._make_room(request, end, fresh):
+            victims = self._make_room(request, end, fresh)
+            for victim in victims:  # it may have got its share already
+                given = [share for share in shares if share.request is victim]
+                shares = [share for share in shares if share.request is not victim]
+                budget += sum(share.end - share.start for share in given)
+            if request not in victims:
                 shares.append(Share(request, request.computed, end))
                 budget -= end - request.computed
         if not self._preempted:
@@ -163,13 +219,16 @@ class Scheduler:
         message = self._offloading.build([share.request for share in shares], finished, preempted)
         return StepPlan(tuple(shares), frozenset(fresh), finished, message)
 
-    def _make_room(self, request: Request, end: int, fresh: set[int]) -> bool:
-        while not self._allocate(request, request.computed, end, fresh):
-            victim = self._running[-1]
+    def _make_room(self, request: Request, end: int, fresh: set[int]) -> list[Request]:
+        """Preempt until there are blocks for the request; the preempted ones, itself perhaps."""
+        preempted: list[Request] = []
+        while request not in preempted and not self._allocate(
+            request, request.computed, end, fresh
+        ):
+            victim = max(self._running, key=_rank) if self._by_priority else self._running[-1]
             self.preempt(victim)
-            if victim is request:
-                return False
-        return True
+            preempted.append(victim)
+        return preempted
 
     def _allocate(self, request: Request, computed: int, end: int, fresh: set[int]) -> bool:
         """Blocks up to `end`; those that no token from `computed` on needs are left out, and
@@ -202,18 +261,18 @@ class Scheduler:
     def _admit(self, budget: int, shares: list[Share], fresh: set[int]) -> None:
         passed_over: list[Request] = []
         while self._waiting and budget and len(self._running) < self._most_running:
-            request = self._waiting.popleft()
+            request = self._waiting.take()
             if request.phase is Phase.LOADING and not self._loaded(request):
                 passed_over.append(request)
                 continue
             outcome = self._start(request, budget, shares, fresh)
             if outcome is None:  # no room: nobody behind it is served first
-                self._waiting.appendleft(request)
+                self._waiting.put_back([request])
                 break
             if request.phase is not Phase.RUNNING:
                 passed_over.append(request)
             budget -= outcome
-        self._waiting.extendleft(reversed(passed_over))
+        self._waiting.put_back(passed_over)
 
     def _start(
         self, request: Request, budget: int, shares: list[Share], fresh: set[int]
@@ -290,7 +349,7 @@ class Scheduler:
         loading = (r for r in self._waiting if r.phase is Phase.LOADING)
         if self._running or any(request.name not in self._received for request in loading):
             return
-        for request in reversed(self._waiting):
+        for request in reversed(list(self._waiting)):
             if request.used_blocks() and len(self._waiting) > 1:
                 self._loaded(request)
                 self.pool.release(request.forget_blocks())
@@ -346,6 +405,8 @@ class Scheduler:
                 continue
             request.generate()
             grown.append(request)
+            if request.first_token is None:
+                request.first_token = self._now()
             if request.answered:
                 self._running.remove(request)
                 self._counts.finished += 1

@@ -22,6 +22,8 @@ class Workload:
     prompt_tokens: tuple[int, int] = (0, 24)
     """Of its own, behind the shared beginning."""
     answer_tokens: tuple[int, int] = (1, 12)
+    priorities: int = 1
+    """How many different ones requests have."""
     abort: float = 0.05
     """Chance that one of the requests that are not over is aborted."""
     preempt: float = 0.03

@@ -67,30 +67,34 @@ class Gate:
 
 
 class WatchedPool(HostBlockPool):
-    """A host block pool that calls `before` with the method and the slot, before each call of a
-    method of `HostMemory`."""
+    """A host block pool that calls `before` with the method and each slot, before each call of a
+    method of `HostMemory`, whether for one slot or for several."""
 
     before: Callable[[str, SlotRef], object] = staticmethod(lambda method, slot: None)
 
-    def begin(self, slot: SlotRef) -> memoryview | None:
+    def begin_all(self, slots: Sequence[SlotRef]) -> list[memoryview | None]:
         """See `HostMemory`."""
-        self.before("begin", slot)
-        return super().begin(slot)
+        self._announce("begin", slots)
+        return super().begin_all(slots)
 
-    def bind(self, slot: SlotRef, checksum: BlockChecksum) -> bool:
+    def bind_all(self, slots: Sequence[SlotRef], checksums: Sequence[BlockChecksum]) -> list[bool]:
         """See `HostMemory`."""
-        self.before("bind", slot)
-        return super().bind(slot, checksum)
+        self._announce("bind", slots)
+        return super().bind_all(slots, checksums)
 
-    def checksum(self, slot: SlotRef) -> BlockChecksum | None:
+    def checksums(self, slots: Sequence[SlotRef]) -> list[BlockChecksum | None]:
         """See `HostMemory`."""
-        self.before("checksum", slot)
-        return super().checksum(slot)
+        self._announce("checksum", slots)
+        return super().checksums(slots)
 
-    def view(self, slot: SlotRef) -> memoryview | None:
+    def views(self, slots: Sequence[SlotRef]) -> list[memoryview | None]:
         """See `HostMemory`."""
-        self.before("view", slot)
-        return super().view(slot)
+        self._announce("view", slots)
+        return super().views(slots)
+
+    def _announce(self, method: str, slots: Sequence[SlotRef]) -> None:
+        for slot in slots:
+            self.before(method, slot)
 
 
 class CountingExecutor(Executor):
