@@ -13,6 +13,7 @@ from tiered_kv.config import (
     CpuSettings,
     Deployment,
     Limits,
+    Placement,
     Recompute,
     SizeOrPercent,
     TierSettings,
@@ -55,8 +56,12 @@ class Site:
     path: Path
     kind: str
     host_slots: int = 64
+    staging_slots: int = 32
+    write: tuple[str, ...] | None = None
     on_reset: Literal["leave", "keep", "erase"] = "leave"
     load_deadline: float = 20.0
+    lookup_wait_far: float = 2.0
+    retry_backoff: float = 0.2
     drain: float = 5.0
     faults: Faults = field(default_factory=Faults)
     """Of the tier's stores."""
@@ -72,11 +77,13 @@ class Site:
         deployment = Deployment(
             tiers=tuple(tiers),
             recompute=Recompute(gate="off"),  # nearly all is slower than to simulate computing
+            placement=Placement(write=self.write),
             limits=Limits(
                 load_deadline=self.load_deadline,
                 store_deadline=20.0,
-                retry_backoff=0.2,
-                staging=32 * SLOT,
+                lookup_wait_far=self.lookup_wait_far,
+                retry_backoff=self.retry_backoff,
+                staging=self.staging_slots * SLOT,
                 drain=self.drain,
             ),
             on_reset=self.on_reset,

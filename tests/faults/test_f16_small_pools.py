@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.far_tiers import KINDS, FarTier, store_all
+from tests.faults.far_tiers import KINDS, far_tier, store_all
 from tests.unit.doubles import FastSpec, SlowSpec, content
 from tests.unit.engine_rig import Rig
 from tests.unit.simulation_rig import blocks_read, promoted, tokens
@@ -94,9 +94,9 @@ def test_f16_stores_that_hang_leave_host_slots_for_promotions(kind: str, tmp_pat
     slots, hits = 8, 2
     model = SimulatedModel(blocks=200)
     prompt = tokens(1, hits * 4)
-    with Simulation(FarTier(tmp_path, kind, slots, write=("ssd",)).assembly, model) as before:
+    with Simulation(far_tier(tmp_path, kind, slots, write=("ssd",)).assembly, model) as before:
         store_all(before, [prompt], 0.06)
-    tier = FarTier(tmp_path, kind, slots, lookup_wait_far=10.0)
+    tier = far_tier(tmp_path, kind, slots, lookup_wait_far=10.0)
     with Simulation(tier.assembly, model) as sim:
         store_all(sim, [], 0.06)
         assert sim.wait_found(prompt, "ssd")
@@ -135,9 +135,9 @@ def test_f16_16_requests_end_with_2_host_slots_and_2_staging_slots(
     monkeypatch.setattr(HostBlockPool, "lease", counted)
     model = SimulatedModel(blocks=400)
     large, small = tokens(1, 400), [tokens(seed, 4) for seed in range(2, 17)]
-    with Simulation(FarTier(tmp_path, kind, 200, write=("ssd",)).assembly, model) as before:
+    with Simulation(far_tier(tmp_path, kind, 200, write=("ssd",)).assembly, model) as before:
         store_all(before, [large, *small], 0.2)
-    tier = FarTier(tmp_path, kind, 2, staging_slots=2)
+    tier = far_tier(tmp_path, kind, 2, staging_slots=2)
     with Simulation(tier.assembly, model) as sim:
         store_all(sim, [], 0.2)
         assert sim.wait_found(small[-1], "ssd")

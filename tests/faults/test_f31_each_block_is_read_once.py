@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.far_tiers import KINDS, FarTier, store_all
+from tests.faults.far_tiers import KINDS, far_tier, store_all
 from tests.unit.simulation_rig import blocks_read, promoted, tokens
 from tiered_kv.testing.simulation import Phase, SimulatedModel, Simulation
 
@@ -27,9 +27,9 @@ tier while the others wait for their turn."""
 def serve(path: Path, kind: str, stored: list[tuple[int, ...]], asked: list[int]) -> Simulation:
     """Store prompts in the slow tier, and have a new engine, whose host tier is empty, answer
     requests for them that come all at once, and long ones between them."""
-    with Simulation(FarTier(path, kind, 64, write=("ssd",)).assembly, MODEL) as before:
+    with Simulation(far_tier(path, kind, 64, write=("ssd",)).assembly, MODEL) as before:
         store_all(before, stored, BLOCK_SECONDS)
-    with Simulation(FarTier(path, kind, SLOTS).assembly, MODEL, most_running=2) as sim:
+    with Simulation(far_tier(path, kind, SLOTS).assembly, MODEL, most_running=2) as sim:
         store_all(sim, [], BLOCK_SECONDS)
         requests = []
         for number, prompt in enumerate(asked):

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -84,10 +85,11 @@ def test_f33_a_killed_waiter_keeps_nobody_waiting(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
 
-    def start(target: object, *arguments: object, on: int) -> tuple[BaseProcess, Connection]:
+    def start(
+        target: Callable[..., object], *arguments: object, on: int
+    ) -> tuple[BaseProcess, Connection]:
         ours, theirs = context.Pipe()
-        # Functions of several signatures: `object` says so, and `Process` asks for a callable.
-        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)  # type: ignore[arg-type]
+        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
         process.start()
         assert process.pid is not None
         os.sched_setaffinity(process.pid, {on})

@@ -11,6 +11,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,8 +250,8 @@ class Bounded(io.BytesIO):
         self.most = max(self.most, size)
         return super().read(size) or bytes(size)
 
-    def readinto(self, buffer: object, /) -> int:
-        view = memoryview(buffer)  # type: ignore[arg-type]
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer)
         assert view.nbytes <= CONTENTS.block_bytes
         got = super().readinto(view)
         return got or view.nbytes

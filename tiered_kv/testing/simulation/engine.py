@@ -326,9 +326,8 @@ class Simulation:
         decodes = any(share.decodes for share in shares)
         cost = self.pace.cost.seconds(prefilled, decodes=decodes)
         self.pace.spend(began, cost)
-        note_step = getattr(self.manager, "note_step", None)
-        if note_step is not None and prefilled:
-            note_step(prefilled, cost or self.pace() - began)
+        if prefilled:
+            self.manager.note_step(prefilled, cost or self.pace() - began)
 
     def _happens(self, chance: float, count: str) -> bool:
         happens = chance > 0 and self.random.random() < chance
