@@ -106,6 +106,21 @@ def test_a_damaged_page_in_what_a_killed_process_left_is_found(
     environment.close()
 
 
+def test_what_is_no_file_of_lmdb_is_set_aside_whatever_its_time_says(
+    tmp_path: Path, checks: Checks, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill(tmp_path)
+    data = tmp_path / "data.mdb"
+    before = data.stat()
+    data.write_bytes(bytes(before.st_size))
+    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))  # as within one tick of the clock
+    environment = open_environment(tmp_path)
+    assert entries(environment) == 0
+    assert checks == [data]
+    assert "set aside" in caplog.text
+    environment.close()
+
+
 def test_after_a_crash_of_the_machine_it_is_checked(tmp_path: Path, checks: Checks) -> None:
     kill(tmp_path)
     change_marker(tmp_path, boot_id="0" * 32, durability="batch")

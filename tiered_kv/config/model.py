@@ -199,8 +199,8 @@ class Limits(Settings, frozen=True):
     load_deadline: Duration = Field(
         default=2.0,
         gt=0,
-        description="A load that takes longer is given up and recomputed; also one that takes 1.5 "
-        "times as long as computing its tokens is predicted to, where `recompute` is not off.",
+        description="A load that takes longer is given up and recomputed; sooner where the gate of "
+        "`recompute` is not off and computing its tokens is predicted to take less.",
     )
     store_deadline: Duration = Field(
         default=10.0, gt=0, description="A store that takes longer is given up and forgotten."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ __all__ = ["Emptied", "Vetted", "mark_clean", "vet_for_reading", "vet_for_writin
 _LEAST_MAP_BYTES = 512 * 1024
 _BESIDE_BYTES = 96 * 1024
 """Kept free of the budget for the lock file, the marker and the directory."""
+_MAGIC, _MAGIC_AT = (0xBEEFC0DE).to_bytes(4, sys.byteorder), 16
+"""`mm_magic` of LMDB's `MDB_meta`, behind the head of its page (liblmdb 0.9, mdb.c)."""
 _KEPT_DAMAGED_SHARE = 4
 """A damaged file is kept when it takes at most this fraction (1/4) of the budget."""
 
@@ -216,7 +219,7 @@ def _stale(marker: Marker) -> str | None:
 
 def _damage(path: Path, users_fd: int | None, marker: Marker, tier: str) -> str | None:
     """Why the file may not be given to LMDB; None where it may."""
-    if _is_as_left(path, users_fd, marker):
+    if _is_as_left(path, users_fd, marker) and _begins_as_lmdb_does(path / DATA):
         return None
     try:
         problem = checking.find_damage(path / DATA)
@@ -237,6 +240,15 @@ def _is_as_left(path: Path, users_fd: int | None, marker: Marker) -> bool:
         return (status.st_size, status.st_mtime_ns) == (marker.data_bytes, marker.data_mtime_ns)
     same_boot = marker.boot_id == directory.start_marker(marker.kind, marker.durability).boot_id
     return same_boot and users_fd is not None and is_as_left(users_fd, status)
+
+
+def _begins_as_lmdb_does(data: Path) -> bool:
+    """Whether both pages that name the roots say that they are LMDB's: who wrote to the file within
+    the clock tick of its last transaction has left its size and time as they were."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    with data.open("rb") as file:
+        pages = file.read(2 * page)
+    return all(pages[at : at + len(_MAGIC)] == _MAGIC for at in (_MAGIC_AT, page + _MAGIC_AT))
 
 
 def mark_clean(
