@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -659,6 +660,20 @@ def test_owners_are_told_dead_from_alive() -> None:
     assert not Owner(me.boot, elsewhere, child.pid, 1, me.since - 3600).alive()
     with pytest.raises(ValueError, match="bytes"):
         Owner.unpack(b"short")
+
+
+def test_a_row_of_another_length_is_damage_of_the_tier(tmp_path: Path) -> None:
+    environment = open_environment(tmp_path)
+    database = environment.database("rows")
+    with environment.write() as txn:
+        txn.put(b"key", b"1234567", db=database)
+    for transaction in (environment.write, environment.read):
+        with (
+            pytest.raises(TierError, match=r"is damaged: .*verify --repair"),
+            transaction() as txn,
+        ):
+            struct.unpack("<Q", txn.get(b"key", db=database) or b"")
+    environment.close()
 
 
 def test_a_directory_that_was_deleted_is_not_shared_with_the_one_in_its_place(

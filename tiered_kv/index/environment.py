@@ -23,7 +23,7 @@ from tiered_kv.index import directory, identity
 from tiered_kv.index.directory import DATA
 from tiered_kv.index.gate import Gate
 from tiered_kv.index.transactions import BufferTransaction, Database, Transaction
-from tiered_kv.index.translation import translated
+from tiered_kv.index.translation import FOREIGN, translated
 from tiered_kv.index.turns import Turn
 from tiered_kv.index.vetting import Emptied, mark_clean, vet_for_reading, vet_for_writing
 from tiered_kv.index.witness import Witness
@@ -269,7 +269,7 @@ class Environment:
             finally:
                 txn.abort()
                 self._gate.leave()
-        except lmdb.Error as error:
+        except FOREIGN as error:
             raise translated(error, self.tier, self.path) from error
 
     @contextmanager
@@ -302,7 +302,7 @@ class Environment:
                 if self._witness is not None:  # none in a child that was forked meanwhile
                     self._witness.ended()
                 self._gate.leave()
-        except lmdb.Error as error:
+        except FOREIGN as error:
             raise translated(error, self.tier, self.path) from error
         finally:
             self._turn.give()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from pathlib import Path
 
 import lmdb
 
 from tiered_kv.errors import NoSpace, TieredKVError, TierError
 
-__all__ = ["OutOfPages", "translated"]
+__all__ = ["FOREIGN", "OutOfPages", "translated"]
+
+FOREIGN = (lmdb.Error, struct.error)
+"""What a transaction may raise that is not ours: LMDB's errors, and that of a row which has not the
+length that we gave it, since the file was damaged."""
 
 
 class OutOfPages(NoSpace):
@@ -20,8 +25,13 @@ class OutOfPages(NoSpace):
     """
 
 
-def translated(error: lmdb.Error | OSError, tier: str, path: Path) -> TieredKVError:
+def translated(error: lmdb.Error | struct.error | OSError, tier: str, path: Path) -> TieredKVError:
     """What to raise from `error`, which a call on the environment in `path` gave."""
+    if isinstance(error, struct.error):
+        return TierError(
+            f"tier {tier}: {path} is damaged: {error}; `tiered-kv verify --repair` may mend it",
+            tier=tier,
+        )
     code = error.code if isinstance(error, lmdb.Error) else error.errno
     if isinstance(error, lmdb.MapFullError):
         return OutOfPages(f"tier {tier}: the budget of {path} is used up")
