@@ -141,7 +141,12 @@ def test_interrupted(cli: Cli, rig: Rig, monkeypatch: pytest.MonkeyPatch, comman
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("tiered_kv.config.load", interrupt)
-    assert cli(command, rig.config, *COMMANDS[command], "--tier", "near").code == 130
+    # A shell may have started the tests in the background, which ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli(command, rig.config, *COMMANDS[command], "--tier", "near").code == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

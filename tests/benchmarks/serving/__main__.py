@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("subject", nargs="*", choices=[*SUBJECTS, []], help="default: all")
     parser.add_argument("--path", type=Path, help="directory on the disk (default: temporary)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of `overhead` (5)")
-    parser.add_argument("--requests", type=int, default=200, help="of a round of `overhead` (200)")
+    parser.add_argument("--requests", type=int, default=200, help="prompts of `overhead` (200)")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parsed = parser.parse_args()
     figures: list[Figure] = []

@@ -18,7 +18,8 @@ FLOOR = 0.97
 
 
 def run(directory: Path, parsed: argparse.Namespace) -> list[Figure]:
-    """Rounds of ABBA: both servers answer the same prompts, which no round before had."""
+    """Rounds of ABBA: both servers answer the same prompts, which no round before had, and which
+    are divided among the rounds."""
     tiers = [
         {"name": "host", "type": "cpu", "capacity": "1GiB"},
         {"name": "ssd", "type": "nvme", "path": str(directory / "ssd"), "capacity": "16GiB"},
@@ -26,14 +27,12 @@ def run(directory: Path, parsed: argparse.Namespace) -> list[Figure]:
     ratios: list[float] = []
     speeds: dict[str, list[float]] = {"plain": [], "tiered": []}
     hits = 0
+    each = max(1, parsed.requests // (2 * parsed.rounds))
     with pair(directory, tiers) as servers:
         before = servers.tiered.metrics()
         for number in range(parsed.rounds):
             batches = [
-                [
-                    prompt(1 + (2 * number + half) * parsed.requests + i, PROMPT)
-                    for i in range(parsed.requests)
-                ]
+                [prompt(1 + (2 * number + half) * each + i, PROMPT) for i in range(each)]
                 for half in (0, 1)
             ]
             found: dict[str, list[float]] = {"plain": [], "tiered": []}
@@ -58,6 +57,7 @@ def run(directory: Path, parsed: argparse.Namespace) -> list[Figure]:
         Figure("throughput without tiers", statistics.median(speeds["plain"]), "tokens/s"),
         Figure("throughput with tiers", statistics.median(speeds["tiered"]), "tokens/s"),
         Figure("ratio, median of rounds", statistics.median(ratios), at_least=FLOOR),
+        Figure("prompts", 2 * parsed.rounds * each),
         Figure("tokens found in any cache", hits, at_most=0),
         Figure("stored in the host tier", stored("cpu") / 2**30, "GiB", at_least=0.1),
         Figure("stored on the disk", stored("ssd") / 2**30, "GiB", at_least=0.1),
