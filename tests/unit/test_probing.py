@@ -282,3 +282,23 @@ def test_what_is_gone_takes_the_tier_out_at_once_and_is_told() -> None:
         gauges = rig.snapshot()
         assert gauges.gauge("tier_breaker", "fast", "open") == 1
         assert gauges.gauge("tier_state", "fast", "down") == 1
+
+
+def test_a_tier_that_nothing_is_loaded_from_is_measured_as_long_as_the_engine_makes_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what was slow once would stay unused long after it became fast."""
+    monkeypatch.setattr("tiered_kv.engine.meter.TRUSTED_BYTES", 1)
+    monkeypatch.setattr("tiered_kv.engine.probing.IDLE_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr("tiered_kv.engine.probing.ACTIVE_SECONDS", 0.1)
+    with Rig(spare_slots=8, attach=False) as rig:
+        rig.fast.fill([0])
+        rig.engine.attach("fast", rig.fast)
+
+        def asked(count: int) -> bool:
+            return not rig.engine.finished() and probes(rig).get("read", 0) >= count
+
+        until(lambda: asked(1))
+        threading.Event().wait(0.5)  # idle for longer than it takes to count as that
+        until(lambda: asked(4))
+        print(f"probes: {probes(rig)}, jobs: {rig.engine.active()}")

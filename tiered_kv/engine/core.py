@@ -301,7 +301,9 @@ class TransferEngine:
         self._loop.call(self._start, active)
 
     def finished(self) -> list[JobResult]:
-        """Results of the jobs that ended since the last call; each job exactly once."""
+        """Results of the jobs that ended since the last call; each job exactly once. Asked at every
+        step: as long as it is, tiers are measured often, though nothing may be worth a load."""
+        self._prober.active()
         return self._jobs.pop_finished()
 
     def wait(self, jobs: Collection[JobId], timeout: float) -> frozenset[JobId]:
@@ -407,7 +409,6 @@ class TransferEngine:
         if active.given_up:
             active.told.set_result(None)
         self._refresh()
-        self._prober.active()
         self._loop.spawn(self._movers.run(active))
 
     def _check_tier(self, tier: str) -> None:

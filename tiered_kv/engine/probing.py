@@ -45,10 +45,10 @@ PROBE_SECONDS = 0.2
 QUICK_SECONDS = 0.05
 
 ACTIVE_SECONDS = 5.0
-"""A tier is measured so often, by loads or by probes, while the engine has jobs; ..."""
+"""A tier is measured so often, by loads or by probes, while the engine makes steps; ..."""
 
 IDLE_SECONDS = 120.0
-"""... and so often while it has had none for `IDLE_AFTER_SECONDS`."""
+"""... and so often while it has made none for `IDLE_AFTER_SECONDS`."""
 
 IDLE_AFTER_SECONDS = 60.0
 
@@ -88,7 +88,7 @@ def is_due(pulse: Pulse, ended: float | None, now: float, *, idle: bool, unmeasu
         pulse: how it is.
         ended: when its last probe ended; None: there was none.
         now: monotonic seconds.
-        idle: the engine has had no job for a while.
+        idle: the engine has made no step for a while.
         unmeasured: how often blocks were read that were too few to tell the speed, and once more
             where there are blocks to read; 0: there is nothing to read.
     """
@@ -162,7 +162,7 @@ class Prober:
         self._stopped = True
 
     def active(self) -> None:
-        """The engine has a job."""
+        """The engine makes a step. Any thread."""
         self._active = self._clock()
 
     def wait_first(self, timeout: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -33,6 +34,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200, help="prompts of `overhead` (200)")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parsed = parser.parse_args()
+    # Servers and disks are cleared away when it is terminated, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     figures: list[Figure] = []
     for subject in parsed.subject or SUBJECTS:
         with workspace(parsed.path) as directory:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.engine.actions import EngineOptions
 from tests.engine.harness import Server, ServerRunner
 from tests.engine.lives import PYTHONPATH
-from tests.engine.tiers import HASH, deployment, options
+from tests.engine.tiers import HASH, options
 from tiered_kv.testing.models import smollm2
 
 __all__ = ["Answer", "Pair", "ask", "ask_together", "pair", "prompt", "server"]
@@ -68,7 +70,8 @@ def server(scratch: Path, config: Path | None) -> Iterator[Server]:
 @contextmanager
 def pair(scratch: Path, tiers: Sequence[Mapping[str, Any]], **settings: Any) -> Iterator[Pair]:
     """Both, ready, with their first computations behind them."""
-    config = deployment(scratch, tiers, **settings)
+    config = scratch / "deployment.yaml"
+    config.write_text(yaml.safe_dump({**settings, "tiers": list(tiers)}))
     with server(scratch / "plain", None) as plain, server(scratch / "tiered", config) as tiered:
         for each in (plain, tiered):
             ask(each, prompt(0, 500), 4)

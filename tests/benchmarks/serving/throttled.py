@@ -42,9 +42,8 @@ def run(directory: Path, parsed: argparse.Namespace) -> list[Figure]:
             cut = before.total("vllm:tiered_kv_tier_state", tier="ssd")
     computed = sum(plain.seconds for plain, _ in slow)
     total = sum(tiered.seconds for _, tiered in slow)
-    excess = max(
-        tiered.seconds - MORE_EACH * plain.seconds - MORE_EACH_SECONDS for plain, tiered in slow
-    )
+    excess = max(_above(tiered, plain) for plain, tiered in slow)
+    noise = max(_above(plain, tiered) for plain, tiered in slow)
     return [
         Figure("fast disk: tokens found, of 5 requests", _found(fast), at_least=5 * 900),
         Figure("fast disk: time with tiers over that without", _share(fast)),
@@ -53,7 +52,13 @@ def run(directory: Path, parsed: argparse.Namespace) -> list[Figure]:
         Figure(
             "slow disk: time with tiers over that without", total / computed, at_most=MORE_TOTAL
         ),
-        Figure("slow disk: a request above 1.5 x computing it + 0.2 s", excess, "s", at_most=0.0),
+        Figure("noise: a request without tiers above 1.5 x that with + 0.2 s", noise, "s"),
+        Figure(
+            "slow disk: a request with tiers above 1.5 x that without + 0.2 s",
+            excess,
+            "s",
+            at_most=max(0.0, noise),
+        ),
         Figure("states reported", cut),
         Figure("fast again: until the tier is in use", back, "s", at_most=BACK_WITHIN),
     ]
@@ -64,8 +69,19 @@ def _both(servers: Pair, prompts: list[list[int]]) -> list[tuple[Answer, Answer]
     for tokens in prompts:
         for each in (servers.plain, servers.tiered):
             each.reset_prefix_cache()
-        answers.append((ask(servers.plain, tokens, ANSWER), ask(servers.tiered, tokens, ANSWER)))
+        plain, tiered = (ask(each, tokens, ANSWER) for each in (servers.plain, servers.tiered))
+        answers.append((plain, tiered))
+        print(
+            f"{len(answers)}: {plain.seconds:.2f} s, with tiers {tiered.seconds:.2f} s, "
+            f"{tiered.cached_tokens} tokens found",
+            flush=True,
+        )
     return answers
+
+
+def _above(one: Answer, other: Answer) -> float:
+    """Seconds by which it took longer than it may, measured by the other."""
+    return one.seconds - MORE_EACH * other.seconds - MORE_EACH_SECONDS
 
 
 def _found(answers: list[tuple[Answer, Answer]]) -> int:
