@@ -40,12 +40,16 @@ def test_blocks_go_to_a_third_partys_tier_and_come_back_after_a_restart(
     name = "vllm:tiered_kv_hop_bytes"
     stored = first.metrics.total(name, src="cpu", dst="sqlite", tier="rows")
     direct = first.metrics.total(name, src="sqlite", dst="gpu", tier="rows")
+    # Once both ways are measured, the faster one is taken.
+    beside = first.metrics.total(name, src="sqlite", dst="cpu", tier="rows")
     through_host = again.metrics.total(name, src="sqlite", dst="cpu", tier="rows")
-    print(f"bytes stored {stored:.0f}, loaded {direct:.0f} directly, {through_host:.0f} by way of")
+    print(
+        f"bytes stored {stored:.0f}, loaded {direct:.0f} directly and {beside:.0f} "
+        f"beside, {through_host:.0f} by way of the host alone"
+    )
     assert stored > 0
     assert direct > 0
-    assert through_host == direct
-    assert first.metrics.total(name, src="sqlite", dst="cpu") == 0
+    assert through_host == direct + beside
     assert same_answers(loaded, cold)
     assert same_answers(again.outputs, cold)
     for outputs in (loaded, again.outputs):
