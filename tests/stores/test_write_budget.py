@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -151,9 +152,9 @@ def test_room_that_was_given_back_counts_as_well(open_: Opener, tmp_path: Path) 
     store.close()
 
 
-def _fill(open_: Opener, where: StoreArguments, first: int, gate: object) -> None:
+def _fill(open_: Opener, where: StoreArguments, first: int, gate: Barrier) -> None:
     store = open_(where)
-    gate.wait()  # type: ignore[attr-defined]
+    gate.wait()
     for number in range(first, first + 40):
         try:
             put(store, [number])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,12 +154,17 @@ def test_a_sign_of_life_brings_the_trial_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"retry_after": 0}, {"retry_after": 31}, {"least_faults": 0}, {"fault_share": 0}],
+    "make",
+    [
+        lambda: BreakerRules(0.0, 30.0),
+        lambda: BreakerRules(31.0, 30.0),
+        lambda: BreakerRules(5.0, 30.0, least_faults=0),
+        lambda: BreakerRules(5.0, 30.0, fault_share=0.0),
+    ],
 )
-def test_rules_are_checked(values: dict[str, float]) -> None:
+def test_rules_are_checked(make: Callable[[], BreakerRules]) -> None:
     with pytest.raises(ValueError, match=r"breaker|retry_after"):
-        BreakerRules(**{"retry_after": 5.0, "longest_retry": 30.0, **values})  # type: ignore[arg-type]
+        make()
 
 
 EVENTS = st.sampled_from(["begin", "worked", "failed", "timed_out", "nothing", "trip", "hurry"])

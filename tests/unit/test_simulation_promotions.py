@@ -30,10 +30,10 @@ BLOCKS = 4
 """Whole blocks of the prompt."""
 
 
-def below(**settings: float) -> Stage:
+def below(*, retry_backoff: float = 0.2, lookup_wait_far: float = 20.0) -> Stage:
     """A deployment whose blocks are stored in the tier "ssd" alone, so that the host tier has but
     what was promoted."""
-    return Stage(write=("ssd",), **settings)  # type: ignore[arg-type]
+    return Stage(write=("ssd",), retry_backoff=retry_backoff, lookup_wait_far=lookup_wait_far)
 
 
 def hold_reads(stage: Stage) -> None:

@@ -14,6 +14,7 @@ from tiered_kv.config import StoreSettings
 from tiered_kv.connector import Manager, ManagerLimits, TierView, WorkerReport
 from tiered_kv.connector.storing import StorePlan
 from tiered_kv.placement import Admission, required_uses
+from tiered_kv.specs import KeySpec
 from tiered_kv.stats import TierWear
 from tiered_kv.values import BlockKey
 
@@ -61,8 +62,8 @@ class Deployed:
         return tuple(
             key
             for part in self.store(*names).targets.behind
-            if part.spec.tier == "ssd"
-            for key in part.spec.keys  # type: ignore[attr-defined]
+            if isinstance(part.spec, KeySpec) and part.spec.tier == "ssd"
+            for key in part.spec.keys
         )
 
     def dropped(self) -> dict[str, int]:
