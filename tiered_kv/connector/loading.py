@@ -125,7 +125,8 @@ class Loads:
             del self._books.requests[request]
 
     def _unpin(self, state: RequestState) -> None:
-        if self._books.catalog is not None:
+        # Where one of many raised, those that were done are not asked for again.
+        if self._books.catalog is not None and state.pins:
             self._books.catalog.unpin(state.pins)
         state.pins = []
 
