@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -17,7 +18,9 @@ __all__ = ["Budget", "number_of"]
 
 _LISTED_FIRST, _LISTED_AT_ONCE = 8, 256
 _LEAST_EVICTED_BYTES = 65_536
-_TRIES = 3
+_PAUSES = (0.0, 0.02, 0.1, 0.3)
+"""Seconds before each further try: LMDB uses no page again that somebody reads who began before
+it was freed."""
 
 T = TypeVar("T")
 
@@ -87,10 +90,11 @@ class Budget:
     def in_index(self, act: Callable[[Transaction], T]) -> T:
         """Run a write transaction of the index; where LMDB runs out of pages, make room and try
         again, so that `act` may run several times."""
-        for _ in range(_TRIES - 1):
+        for pause in _PAUSES:
             try:
                 return self._in_index_once(act)
             except OutOfPages:
+                time.sleep(pause)
                 self._make_room(_LEAST_EVICTED_BYTES)
         return self._in_index_once(act)
 
@@ -108,11 +112,12 @@ class Budget:
         """Write blocks, by number, and delete freed values in the same transaction; where LMDB
         runs out of pages, make room and try again."""
         items = [(number, blocks[number][HEAD_BYTES:]) for number in sorted(blocks)]
-        for _ in range(_TRIES - 1):
+        for pause in _PAUSES:
             try:
                 self._put_once(items)
                 break
             except OutOfPages:
+                time.sleep(pause)
                 page_bytes = self._files.values.page_bytes
                 self._make_room(sum(value_bytes(m.nbytes, page_bytes) for m in blocks.values()))
         else:

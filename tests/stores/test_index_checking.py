@@ -90,6 +90,23 @@ def test_what_somebody_changed_afterwards_is_checked(
     environment.close()
 
 
+@pytest.mark.parametrize("code", [HOLD, MID_COMMIT])
+def test_what_lacks_pages_that_are_in_use_is_set_aside_whatever_its_time_says(
+    tmp_path: Path, checks: Checks, caplog: pytest.LogCaptureFixture, code: str
+) -> None:
+    """LMDB would map it, and die of the first page that it needs."""
+    kill(tmp_path, code)
+    data = tmp_path / "data.mdb"
+    left = data.stat()
+    os.truncate(data, left.st_size // 8192 * 4096)
+    os.utime(data, ns=(left.st_atime_ns, left.st_mtime_ns))
+    environment = open_environment(tmp_path)
+    assert entries(environment) == 0
+    assert checks == [data]
+    assert "set aside" in caplog.text
+    environment.close()
+
+
 def test_a_damaged_page_in_what_a_killed_process_left_is_found(
     tmp_path: Path, checks: Checks, caplog: pytest.LogCaptureFixture
 ) -> None:

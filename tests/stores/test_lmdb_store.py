@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -71,6 +73,36 @@ class TestLmdbStore(StoreFixtures):
             assert store._turn.locked(), "the turn of another load was given away"
         assert_held(store, [1, 2, 3])
         assert not store._turn.locked()
+
+    # ------------------------------------------------------------------------------------ readers
+
+    def test_a_store_waits_for_those_who_read(self, tmp_path: Path) -> None:
+        """What is read keeps pages of the file from being used again, in a small one all of
+        them."""
+        arguments = StoreArguments(tmp_path / "tier", capacity=4 * MIB, block_bytes=(16_384,))
+        store = open_lmdb(arguments)
+        reads, ended = [0], threading.Event()
+
+        def read() -> None:
+            with file_of(arguments.path, "blocks") as (index, _):
+                while not ended.is_set():
+                    with index.read():
+                        reads[0] += 1
+                        time.sleep(0.15)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            for first in range(0, 12 * 60, 12):
+                put(store, range(first, first + 12), length=16_384)
+        finally:
+            ended.set()
+            reader.join()
+        evicted = store.stat().evicted_blocks
+        print(f"{evicted} of {12 * 60} blocks evicted beside {reads[0]} reads")
+        assert evicted > 400
+        assert reads[0] > 5
+        store.close()
 
     # --------------------------------------------------------------------- damage behind its back
 

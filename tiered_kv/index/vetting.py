@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import struct
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,10 @@ __all__ = ["Emptied", "Vetted", "mark_clean", "vet_for_reading", "vet_for_writin
 _LEAST_MAP_BYTES = 512 * 1024
 _BESIDE_BYTES = 96 * 1024
 """Kept free of the budget for the lock file, the marker and the directory."""
-_MAGIC, _MAGIC_AT = (0xBEEFC0DE).to_bytes(4, sys.byteorder), 16
-"""`mm_magic` of LMDB's `MDB_meta`, behind the head of its page (liblmdb 0.9, mdb.c)."""
+_MAGIC = (0xBEEFC0DE).to_bytes(4, sys.byteorder)
+_META = struct.Struct("=16x4s116xQ")
+"""`mm_magic` and `mm_last_pg`, the last page in use, of LMDB's `MDB_meta` behind the head of its
+page (liblmdb 0.9, mdb.c; 8-byte words)."""
 _KEPT_DAMAGED_SHARE = 4
 """A damaged file is kept when it takes at most this fraction (1/4) of the budget."""
 
@@ -219,7 +222,7 @@ def _stale(marker: Marker) -> str | None:
 
 def _damage(path: Path, users_fd: int | None, marker: Marker, tier: str) -> str | None:
     """Why the file may not be given to LMDB; None where it may."""
-    if _is_as_left(path, users_fd, marker) and _begins_as_lmdb_does(path / DATA):
+    if _is_as_left(path, users_fd, marker) and _can_be_mapped(path / DATA):
         return None
     try:
         problem = checking.find_damage(path / DATA)
@@ -242,13 +245,18 @@ def _is_as_left(path: Path, users_fd: int | None, marker: Marker) -> bool:
     return same_boot and users_fd is not None and is_as_left(users_fd, status)
 
 
-def _begins_as_lmdb_does(data: Path) -> bool:
-    """Whether both pages that name the roots say that they are LMDB's: who wrote to the file within
-    the clock tick of its last transaction has left its size and time as they were."""
+def _can_be_mapped(data: Path) -> bool:
+    """Whether both pages that name the roots are LMDB's, and the file has all pages that they say
+    are in use: who wrote to the file within the clock tick of its last transaction, or cut it while
+    one was cut off, has left what was noted of it as it was."""
     page = os.sysconf("SC_PAGE_SIZE")
     with data.open("rb") as file:
         pages = file.read(2 * page)
-    return all(pages[at : at + len(_MAGIC)] == _MAGIC for at in (_MAGIC_AT, page + _MAGIC_AT))
+    if len(pages) < 2 * page:
+        return False
+    metas = [_META.unpack_from(pages, at) for at in (0, page)]
+    whole = max(last + 1 for _, last in metas) * page
+    return all(magic == _MAGIC for magic, _ in metas) and data.stat().st_size >= whole
 
 
 def mark_clean(
