@@ -12,9 +12,9 @@ from tests.faults.simulated import MODEL, STORES, Site, go_on, until
 from tests.unit.doubles import PATIENCE, FastSpec, MemoryStore, SlowSpec, key
 from tests.unit.engine_rig import Rig
 from tests.unit.simulation_rig import load_prompt, store_prompt, tokens
-from tiered_kv.connector import Answer
+from tiered_kv.connector import Answer, submission
 from tiered_kv.testing.faults import Effect, Fault, Method
-from tiered_kv.testing.simulation import Simulation, Workload
+from tiered_kv.testing.simulation import Phase, Simulation, Workload
 from tiered_kv.values import CacheGeometry, GroupGeometry, Namespace
 
 pytestmark = pytest.mark.faults
@@ -165,6 +165,40 @@ def test_f59_random_lives_with_resets_and_new_weights(kind: str, tmp_path: Path)
         assert sim.counts.resets == 12
         assert sim.counts.loaded_blocks["ssd"] >= 24
         assert sim.counts.loaded_blocks["host"] > 0
+        assert sim.audit() == ()
+
+
+@pytest.mark.parametrize("end", ["abort", "finish"])
+@pytest.mark.parametrize("kind", STORES)
+def test_f59_what_a_reset_found_being_loaded_is_not_stored(
+    kind: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reset the engine forgets that the blocks are still to come, and offers them as
+    computed when the request ends."""
+    monkeypatch.setattr(submission, "FLUSH_SECONDS", 0.05)
+    site = Site(tmp_path / "tier", kind)
+    prompt = tokens(1, 24)
+    with Simulation(site.assembly, MODEL, seed=1) as sim:
+        store_prompt(sim, prompt)
+        site.faults.inject(Fault(method=Method.READ, effect=Effect.HANG))
+        request = sim.add(prompt, 4, tiers=("ssd",))
+        while request.phase is not Phase.LOADING:
+            sim.step()
+        sim.step()
+        sim.reset(preempt=False)
+        stored = sim.counts.stored_blocks
+        if end == "abort":
+            sim.abort(request)
+            sim.step()
+        site.faults.inject()
+        site.faults.let_go()
+        go_on(sim)
+        assert sim.settle()
+        found = set(sim.lookup(prompt))
+        print(f"stored {sim.counts.stored_blocks - stored} blocks; {sim.counts.failed_loads} failed")
+        assert found == MISS
+        load_prompt(sim, prompt, None)
+        assert sim.wait_found(prompt, "ssd")
         assert sim.audit() == ()
 
 
