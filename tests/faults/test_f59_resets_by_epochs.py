@@ -195,7 +195,8 @@ def test_f59_what_a_reset_found_being_loaded_is_not_stored(
         go_on(sim)
         assert sim.settle()
         found = set(sim.lookup(prompt))
-        print(f"stored {sim.counts.stored_blocks - stored} blocks; {sim.counts.failed_loads} failed")
+        stored = sim.counts.stored_blocks - stored
+        print(f"{stored} blocks stored; {sim.counts.failed_loads} loads failed")
         assert found == MISS
         load_prompt(sim, prompt, None)
         assert sim.wait_found(prompt, "ssd")

@@ -164,6 +164,7 @@ class Loads:
 
         Their reads are guarded by the slots' generations, so that their pins can go now."""
         for state in self._books.requests.values():
+            state.unsure |= bool(state.loading)
             self._unpin(state)
             state.loading.clear()
         self._books.loading.clear()

@@ -330,9 +330,6 @@ class Manager:
 
     def _reset(self) -> None:
         books = self._books
-        # Nobody will hear whether what they load has come: an engine that forgets the job with the
-        # reset takes the blocks for whole, and offers them when the request ends.
-        self._barred.update(n for n, s in books.requests.items() if s.loading and not s.finished)
         self._loads.reset()
         self._stores.reset()
         self._promotions.reset()

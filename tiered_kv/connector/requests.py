@@ -80,6 +80,9 @@ class RequestState:
     unpromoted: set[tuple[str, str]] = field(default_factory=set)
     """(tier, reason) of blocks that were counted as not promoted."""
     finished: bool = False
+    unsure: bool = False
+    """Whether a reset came while it was loaded. Nobody hears whether the blocks came, then: an
+    engine that forgets the job with the reset takes them for whole."""
     loading: dict[BlockKey, Loading] = field(default_factory=dict)
     """The blocks of the running load."""
     pins: list[SlotRef] = field(default_factory=list)

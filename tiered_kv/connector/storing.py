@@ -65,6 +65,8 @@ class Stores:
 
     def _prepare(self, request: str, keys: Sequence[BlockKey]) -> StorePlan:
         state = self._books.state(request)
+        if state.unsure:
+            return StorePlan((), StoreTargets(None), ())
         wanted = [key for key in dict.fromkeys(keys) if key not in self._books.storing]
         uses = self._uses(wanted)
         wanted = [key for key in wanted if uses[key] >= self._admission.min_uses]
