@@ -18,9 +18,10 @@ __all__ = ["Budget", "number_of"]
 
 _LISTED_FIRST, _LISTED_AT_ONCE = 8, 256
 _LEAST_EVICTED_BYTES = 65_536
+_FURTHER_TRIES = 2
 _PAUSES = (0.0, 0.02, 0.1, 0.3)
-"""Seconds before each further try: LMDB uses no page again that somebody reads who began before
-it was freed."""
+"""Seconds before each further try where the map is full: LMDB uses no page again that somebody
+reads who began before it was freed."""
 
 T = TypeVar("T")
 
@@ -90,13 +91,22 @@ class Budget:
     def in_index(self, act: Callable[[Transaction], T]) -> T:
         """Run a write transaction of the index; where LMDB runs out of pages, make room and try
         again, so that `act` may run several times."""
-        for pause in _PAUSES:
+        return self._insist(lambda: self._in_index_once(act), lambda: _LEAST_EVICTED_BYTES)
+
+    def _insist(self, act: Callable[[], T], need: Callable[[], int]) -> T:
+        """Run a transaction; where LMDB runs out of pages, make room for what it may need (bytes)
+        and try again."""
+        tries = 0
+        while True:
             try:
-                return self._in_index_once(act)
-            except OutOfPages:
-                time.sleep(pause)
-                self._make_room(_LEAST_EVICTED_BYTES)
-        return self._in_index_once(act)
+                return act()
+            except OutOfPages as error:
+                tries += 1
+                if tries > (_FURTHER_TRIES if error.disk_full else len(_PAUSES)):
+                    raise
+                if not error.disk_full:
+                    time.sleep(_PAUSES[tries - 1])
+                self._make_room(need())
 
     def _in_index_once(self, act: Callable[[Transaction], T]) -> T:
         with self._lock:
@@ -112,16 +122,12 @@ class Budget:
         """Write blocks, by number, and delete freed values in the same transaction; where LMDB
         runs out of pages, make room and try again."""
         items = [(number, blocks[number][HEAD_BYTES:]) for number in sorted(blocks)]
-        for pause in _PAUSES:
-            try:
-                self._put_once(items)
-                break
-            except OutOfPages:
-                time.sleep(pause)
-                page_bytes = self._files.values.page_bytes
-                self._make_room(sum(value_bytes(m.nbytes, page_bytes) for m in blocks.values()))
-        else:
-            self._put_once(items)
+
+        def need() -> int:
+            page_bytes = self._files.values.page_bytes
+            return sum(value_bytes(memory.nbytes, page_bytes) for memory in blocks.values())
+
+        self._insist(lambda: self._put_once(items), need)
         heads = {number: memory[:HEAD_BYTES].tobytes() for number, memory in blocks.items()}
         with self._lock:
             self._written.update(heads)

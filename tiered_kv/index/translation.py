@@ -21,8 +21,16 @@ length that we gave it, since the file was damaged."""
 class OutOfPages(NoSpace):
     """LMDB found no free page, in its map or on the disk.
 
-    What the last two transactions freed can't be used yet: free more, commit twice, try again.
+    What the last two transactions freed can't be used yet, nor what somebody reads: free more,
+    commit twice, try again.
+
+    Attributes:
+        disk_full: whether it was on the disk.
     """
+
+    def __init__(self, message: str, *, disk_full: bool = False) -> None:
+        super().__init__(message)
+        self.disk_full = disk_full
 
 
 def translated(error: lmdb.Error | struct.error | OSError, tier: str, path: Path) -> TieredKVError:
@@ -38,7 +46,7 @@ def translated(error: lmdb.Error | struct.error | OSError, tier: str, path: Path
     # LMDB reports a short write, which is what a full disk gives it, as EIO.
     full = code == errno.EIO and _free_bytes(path) < 2**20
     if full or code in (errno.ENOSPC, errno.EDQUOT):
-        return OutOfPages(f"tier {tier}: the disk of {path} is full")
+        return OutOfPages(f"tier {tier}: the disk of {path} is full", disk_full=True)
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         what = f"{error}; make it writable for uid {os.geteuid()}, or set `access: read`"
     elif code == errno.ENOENT:
