@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import hypothesis
 import pytest
 
 from tests.command_line import cli
+from tests.light_children import pytest_configure
 
-__all__ = ["cli"]
+__all__ = ["cli", "pytest_configure"]
 
 _HERE = Path(__file__).parent
 _ENGINE_SECONDS = 900
@@ -30,3 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if folder == "engine" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_ENGINE_SECONDS))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection look again through all that was imported, as engines do: it stops every
+    thread, for 0.15 s where the processor is free, and loads that run meanwhile miss short
+    deadlines."""
+    gc.collect()
+    gc.freeze()

@@ -14,8 +14,9 @@ found too. With `bound` = XXH3-64 (https://github.com/Cyan4973/xxHash) of
 
 from __future__ import annotations
 
+import struct
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +28,15 @@ __all__ = ["BlockChecksum", "word_weights"]
 
 WORD_BYTES = 8
 
+_LENGTH_AND_RANK = struct.Struct(">QI")
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class BlockChecksum:
+class BlockChecksum(NamedTuple):
     """What a block must look like: its length in bytes and its checksum (64 bits)."""
 
     length: int
@@ -99,7 +101,7 @@ def _split_mix(count: int) -> npt.NDArray[np.uint64]:
 
 
 def _bound(key: BlockKey, length: int, rank: int) -> int:
-    return xxhash.xxh3_64_intdigest(key + length.to_bytes(8, "big") + rank.to_bytes(4, "big"))
+    return xxhash.xxh3_64_intdigest(key + _LENGTH_AND_RANK.pack(length, rank))
 
 
 def _xxh3(key: BlockKey, rank: int, data: memoryview) -> int:

@@ -7,6 +7,7 @@ TieredKVError
 │   ├── IdentityError      two parts disagree on what the bytes mean, or a foreign directory
 │   ├── FormatError        a directory written by a newer or unknown format
 │   ├── PluginError        a plug-in that cannot be loaded, is malformed or clashes
+│   ├── TraceError         a trace or a model that nothing can be planned from (file, line)
 │   └── UnsupportedError   an engine, version, topology or file system that is not supported
 ├── RetryLater             nothing is wrong with the block or the tier; ask again
 │   ├── DeadlineExceeded
@@ -45,6 +46,7 @@ __all__ = [
     "TierError",
     "TierGone",
     "TieredKVError",
+    "TraceError",
     "UnsupportedError",
     "WriteBudgetSpent",
     "reason_in",
@@ -95,6 +97,10 @@ class FormatError(RefuseToStart):
 
 class PluginError(RefuseToStart):
     """A plug-in could not be loaded, has the wrong shape, or clashes with another."""
+
+
+class TraceError(RefuseToStart):
+    """What is to be planned from cannot be read, or is not what it should be."""
 
 
 class UnsupportedError(RefuseToStart):

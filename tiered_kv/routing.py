@@ -23,6 +23,8 @@ from tiered_kv.specs import CpuSpec, GpuSpec, KeySpec, LoadStoreSpec
 __all__ = [
     "CPU_ENDPOINT",
     "GPU_ENDPOINT",
+    "MEMORY_COST",
+    "STORE_COST",
     "Chain",
     "Endpoint",
     "Hop",
@@ -138,7 +140,9 @@ class RouteReport:
 
 
 MEMORY_COST = HopCost(20e9, 20e-6, True, "assumed")
+"""Of a hop between the engine and host memory."""
 STORE_COST = HopCost(5e9, 100e-6, True, "assumed")
+"""Of a hop to or from a store."""
 
 
 def assumed_cost(hop: Hop) -> HopCost:

@@ -43,7 +43,7 @@ Medium = NewType("Medium", str)
 GPU = Medium("gpu")
 CPU = Medium("cpu")
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of what is written to disk. It is part of every fingerprint."""
 
 PAGE_BYTES = 4096
@@ -87,6 +87,9 @@ class BlockStatus(Enum):
     """Not done within the deadline; the block may still be there."""
     CANCELLED = "cancelled"
     """Given up by the caller, or poisoned because its source may have changed."""
+
+    # A status per block is put into sets and dictionaries; an Enum's own hash is a Python function.
+    __hash__ = object.__hash__
 
     @property
     def lost(self) -> bool:

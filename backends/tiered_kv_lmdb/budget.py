@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import TypeVar
 
 from tiered_kv.contracts import NewBlock
 from tiered_kv.errors import NoSpace
 from tiered_kv.index import BlockIndex, OutOfPages, Row, Transaction
 from tiered_kv_lmdb.files import HEAD_BYTES, Space, TierFiles, value_bytes
-from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger
+from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger, packed
 
 __all__ = ["Budget", "number_of"]
 
@@ -44,9 +45,9 @@ class Budget:
         self._lock = threading.Lock()
         self._deleted: set[bytes] = set()
         """Records of the ledger whose values are deleted."""
-        self._written: dict[bytes, bytes] = {}
+        self._written: dict[int, bytes] = {}
         """By number that is reserved and whose value is in the file, as far as this store wrote:
-        the block's head."""
+        what its row is to say of where it lies."""
         self._evicted = 0
 
     @property
@@ -62,25 +63,24 @@ class Budget:
     def rooms(self, blocks: Sequence[NewBlock]) -> list[int]:
         """Bytes that the values of these blocks take in the file."""
         page_bytes = self._files.values.page_bytes
-        lengths = [block.checksum.length for block in blocks]
+        lengths = [checksum.length for _, checksum in blocks]
         rooms = {length: value_bytes(length, page_bytes) for length in set(lengths)}
         return [rooms[length] for length in lengths]
 
-    def locations(self, numbers: Iterable[bytes]) -> list[bytes]:
+    def locations(self, numbers: Sequence[int]) -> list[bytes]:
         """What rows are to say of where these blocks lie, which were written and are not yet
         settled.
 
         Raises:
             ValueError: one was not written.
         """
-        written = self._written
         with self._lock:
             try:
-                return [number + written[number] for number in numbers]
+                return list(map(self._written.__getitem__, numbers))
             except KeyError:
                 raise ValueError("a place is published before it was written") from None
 
-    def settled(self, numbers: Iterable[bytes]) -> None:
+    def settled(self, numbers: Iterable[int]) -> None:
         """These are not reserved any more."""
         with self._lock:
             for number in numbers:
@@ -118,19 +118,23 @@ class Budget:
             self._deleted -= deleted
         return result
 
-    def put(self, blocks: Mapping[bytes, memoryview]) -> None:
-        """Write blocks, by number, and delete freed values in the same transaction; where LMDB
-        runs out of pages, make room and try again."""
-        items = [(number, blocks[number][HEAD_BYTES:]) for number in sorted(blocks)]
+    def put(self, numbers: Sequence[int], memory: Sequence[memoryview]) -> None:
+        """Write blocks (octets), by number, and delete freed values in the same transaction; where
+        LMDB runs out of pages, make room and try again."""
+        names = list(map(packed, numbers))
+        items = [(name, view[HEAD_BYTES:]) for name, view in zip(names, memory, strict=True)]
+        items.sort(key=itemgetter(0))  # LMDB appends, then
 
         def need() -> int:
             page_bytes = self._files.values.page_bytes
-            return sum(value_bytes(memory.nbytes, page_bytes) for memory in blocks.values())
+            return sum(value_bytes(view.nbytes, page_bytes) for view in memory)
 
         self._insist(lambda: self._put_once(items), need)
-        heads = {number: memory[:HEAD_BYTES].tobytes() for number, memory in blocks.items()}
+        locations = [
+            name + view[:HEAD_BYTES].tobytes() for name, view in zip(names, memory, strict=True)
+        ]
         with self._lock:
-            self._written.update(heads)
+            self._written.update(zip(numbers, locations, strict=True))
 
     def _put_once(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
         with self._files.index.read() as txn:
@@ -227,13 +231,16 @@ class Budget:
         What other processes have just written counts as promised too, and what they have just
         deleted is taken off once too often: off by their last batches, for which there is headroom.
         """
-        reserved = self._ledger.reserved_rooms(txn)
+        reserved = self._ledger.reserved(txn)
         with self._lock:
-            written = self._written.keys() & reserved.keys()
+            written = list(self._written)
         freed = sum(
             run.size * run.room for runs in self._ledger.freed(txn).values() for run in runs
         )
         with self._files.values.read_buffers() as values:
             live = self._files.values.live_bytes(values)
-        promised = sum(room for number, room in reserved.items() if number not in written)
+        promised = sum(
+            (run.size - sum(run.first <= number < run.end for number in written)) * run.room
+            for run in reserved
+        )
         return live - freed, promised

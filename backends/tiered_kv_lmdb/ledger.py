@@ -14,23 +14,21 @@ and take equal room.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, repeat
-from operator import itemgetter
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tiered_kv.errors import NoSpace
 from tiered_kv.index import Database, Environment, Owner, Transaction
 
-__all__ = ["NUMBER_BYTES", "Ledger", "Reserved", "packed", "unpacked"]
+__all__ = ["NUMBER_BYTES", "Ledger", "packed", "unpacked"]
 
 NUMBER_BYTES = 8
+_NUMBER = struct.Struct(">Q")
 _RUN = struct.Struct(">QIQ")
 
-
-def packed(number: int) -> bytes:
-    """A number as the ledger, the rows and the values name it."""
-    return number.to_bytes(NUMBER_BYTES, "big")
+packed = _NUMBER.pack
+"""A number as the ledger, the rows and the values name it."""
 
 
 def unpacked(number: bytes) -> int:
@@ -47,17 +45,18 @@ class Run(NamedTuple):
     room: int
     """Bytes that each of their values takes."""
 
-    def numbers(self) -> Iterator[bytes]:
+    @property
+    def end(self) -> int:
+        """The number behind the last one."""
+        return self.first + self.size
+
+    def all(self) -> range:
         """Each of them."""
-        return map(packed, range(self.first, self.first + self.size))
+        return range(self.first, self.first + self.size)
 
-
-class Reserved(NamedTuple):
-    """A number that a value is to be stored under."""
-
-    number: bytes
-    batch: bytes
-    """Least number of those that were reserved together."""
+    def numbers(self) -> Iterator[bytes]:
+        """Each of them, packed."""
+        return map(packed, self.all())
 
 
 class Ledger:
@@ -70,19 +69,17 @@ class Ledger:
         self._freed = index.database("freed")
         self._owner = Owner.current().pack()
 
-    def reserve(self, txn: Transaction, first: int, rooms: Sequence[int]) -> list[Reserved]:
+    def reserve(self, txn: Transaction, first: int, rooms: Sequence[int]) -> range:
         """Note that this process is about to write values that take `rooms` bytes, under numbers
-        from `first` on."""
-        batch = packed(first)
-        txn.put(batch, self._owner + _joined(enumerate(rooms, first)), db=self._reserved)
-        return list(map(Reserved, map(packed, range(first, first + len(rooms))), repeat(batch)))
+        from `first` on: these."""
+        txn.put(packed(first), self._owner + _joined(enumerate(rooms, first)), db=self._reserved)
+        return range(first, first + len(rooms))
 
-    def check_reserved(self, txn: Transaction, places: Iterable[Reserved]) -> None:
+    def check_reserved(self, txn: Transaction, numbers: Sequence[int]) -> None:
         """Raises `NoSpace` where a number is not reserved any more: another process may have
         taken this one for dead."""
-        for batch, numbers in _by_batch(places).items():
-            runs = self._batch(txn, batch)[1]
-            if not (_are(runs, numbers) or numbers <= _rooms(runs).keys()):
+        for _, runs, together in self._by_record(txn, numbers).values():
+            if not (_are(runs, together) or _rooms(runs).keys() >= set(together)):
                 raise self._not_reserved()
 
     def _not_reserved(self) -> NoSpace:
@@ -91,43 +88,63 @@ class Ledger:
             "abandoned, or reclaimed by another process"
         )
 
-    def settle(self, txn: Transaction, places: Collection[Reserved]) -> None:
+    def settle(self, txn: Transaction, numbers: Sequence[int]) -> None:
         """Rows name these values now. Raises as `check_reserved` does."""
-        if sum(run.size for run in self._take(txn, places)) < len(places):
+        if sum(run.size for run in self._take(txn, numbers)) < len(numbers):
             raise self._not_reserved()
 
-    def release(self, txn: Transaction, places: Iterable[Reserved]) -> None:
+    def release(self, txn: Transaction, numbers: Iterable[int]) -> None:
         """Give reserved numbers up; does nothing where they are not reserved."""
-        for run in self._take(txn, places):
+        for run in self._take(txn, numbers):
             txn.put(packed(run.first), _RUN.pack(*run), db=self._freed)
 
-    def _take(self, txn: Transaction, places: Iterable[Reserved]) -> list[Run]:
+    def _take(self, txn: Transaction, numbers: Iterable[int]) -> list[Run]:
         """End reservations; those that there were."""
         taken: list[Run] = []
-        for batch, numbers in _by_batch(places).items():
-            owner, runs = self._batch(txn, batch)
-            if _are(runs, numbers):
+        for record, (owner, runs, together) in self._by_record(txn, numbers).items():
+            if _are(runs, together):
                 taken += runs
                 left = b""
             else:
-                rooms = _rooms(runs)
-                taken += _runs(
-                    _joined((n, room) for n, room in _by_int(rooms) if packed(n) in numbers)
-                )
-                left = _joined((n, room) for n, room in _by_int(rooms) if packed(n) not in numbers)
+                which = set(together)
+                rooms = _rooms(runs).items()
+                taken += _runs(_joined(one for one in rooms if one[0] in which))
+                left = _joined(one for one in rooms if one[0] not in which)
             if left:
-                txn.put(batch, owner + left, db=self._reserved)
+                txn.put(record, owner + left, db=self._reserved)
             elif runs:
-                txn.delete(batch, db=self._reserved)
+                txn.delete(record, db=self._reserved)
         return taken
 
-    def _batch(self, txn: Transaction, batch: bytes) -> tuple[bytes, list[Run]]:
-        return _parted(txn.get(batch, b"", db=self._reserved))
+    def _by_record(
+        self, txn: Transaction, numbers: Iterable[int]
+    ) -> dict[bytes, tuple[bytes, list[Run], list[int]]]:
+        """Records of reserved numbers: their owner and runs, and those of the given numbers that
+        may be among them. What was reserved together lies under its least number, so the record of
+        a number is the last one that is not above it."""
+        found: dict[bytes, tuple[bytes, list[Run], list[int]]] = {}
+        left = sorted(numbers)
+        with txn.cursor(self._reserved) as cursor:
+            while left:
+                name = packed(left[0])
+                there = cursor.set_range(name)
+                if not (there and cursor.key() == name):
+                    there = cursor.prev() if there else cursor.last()
+                name, data = cursor.item()
+                behind = cursor.next() if there else cursor.first()
+                count = bisect_left(left, unpacked(cursor.key())) if behind else len(left)
+                if there:
+                    found[name] = (*_parted(data), left[:count])
+                else:
+                    found[b""] = (b"", [], left[:count])
+                left = left[count:]
+        return found
 
     def free(self, txn: Transaction, rooms: Mapping[bytes, int]) -> None:
         """No row names these values any more; by number, the bytes that they take."""
         if rooms:
-            txn.put(min(rooms), _joined(_by_int(rooms)), db=self._freed)
+            by_int = sorted((unpacked(number), room) for number, room in rooms.items())
+            txn.put(min(rooms), _joined(by_int), db=self._freed)
 
     def freed(self, txn: Transaction) -> dict[bytes, list[Run]]:
         """Values that are to be deleted, by record."""
@@ -143,30 +160,27 @@ class Ledger:
         for record in records:
             txn.delete(record, db=self._freed)
 
-    def of_the_dead(self, txn: Transaction) -> list[Reserved]:
+    def of_the_dead(self, txn: Transaction) -> list[int]:
         """Numbers reserved by processes that don't run any more."""
-        found: list[Reserved] = []
         with txn.cursor(self._reserved) as cursor:
-            for batch, data in cursor:
-                owner, runs = _parted(data)
-                if not Owner.unpack(owner).alive():
-                    found += [Reserved(number, batch) for number in _rooms(runs)]
-        return found
+            records = [_parted(data) for _, data in cursor]
+        return [
+            number
+            for owner, runs in records
+            if not Owner.unpack(owner).alive()
+            for run in runs
+            for number in run.all()
+        ]
 
-    def reserved_rooms(self, txn: Transaction) -> dict[bytes, int]:
-        """Bytes that each reserved value takes or will take, by number."""
-        rooms: dict[bytes, int] = {}
+    def reserved(self, txn: Transaction) -> list[Run]:
+        """All reserved numbers."""
         with txn.cursor(self._reserved) as cursor:
-            for _, data in cursor:
-                rooms |= _rooms(_parted(data)[1])
-        return rooms
+            return [run for _, data in cursor for run in _parted(data)[1]]
 
     def numbers(self, txn: Transaction) -> set[bytes]:
-        """All reserved and freed numbers."""
-        found = set(self.reserved_rooms(txn))
-        for runs in self.freed(txn).values():
-            found.update(_rooms(runs))
-        return found
+        """All reserved and freed numbers, packed."""
+        freed = [run for runs in self.freed(txn).values() for run in runs]
+        return {number for run in self.reserved(txn) + freed for number in run.numbers()}
 
     def clear(self, txn: Transaction) -> None:
         """The values are gone, all of them."""
@@ -203,27 +217,19 @@ def _parted(data: bytes) -> tuple[bytes, list[Run]]:
     return data[:size], _runs(data[size:])
 
 
-def _rooms(runs: Iterable[Run]) -> dict[bytes, int]:
+def _rooms(runs: Iterable[Run]) -> dict[int, int]:
     """Bytes that each value takes, by number."""
-    return {number: run.room for run in runs for number in run.numbers()}
+    return {number: run.room for run in runs for number in run.all()}
 
 
-def _by_int(rooms: Mapping[bytes, int]) -> Iterable[tuple[int, int]]:
-    """(number, room) pairs, sorted by number."""
-    return sorted((int.from_bytes(number, "big"), room) for number, room in rooms.items())
-
-
-def _are(runs: Sequence[Run], numbers: Collection[bytes]) -> bool:
-    """Whether these numbers, each once, are all of the runs. A quick no where runs have gaps."""
-    if sum(run.size for run in runs) != len(numbers) or not numbers:
+def _are(runs: Sequence[Run], numbers: Sequence[int]) -> bool:
+    """Whether these numbers, which are sorted, are all of the runs, each once. A quick no where
+    runs have gaps."""
+    if (
+        not runs
+        or sum(run.size for run in runs) != len(numbers)
+        or len(set(numbers)) < len(numbers)
+    ):
         return False
-    first, end = runs[0].first, runs[-1].first + runs[-1].size
-    within = packed(first) <= min(numbers) and max(numbers) < packed(end)
-    return within and end - first == len(numbers)
-
-
-def _by_batch(places: Iterable[Reserved]) -> dict[bytes, set[bytes]]:
-    found: dict[bytes, set[bytes]] = {}
-    for batch, together in groupby(places, itemgetter(1)):
-        found.setdefault(batch, set()).update(map(itemgetter(0), together))
-    return found
+    first, end = runs[0].first, runs[-1].end
+    return first == numbers[0] and numbers[-1] == end - 1 and end - first == len(numbers)

@@ -16,7 +16,7 @@ from tiered_kv.errors import TierError
 from tiered_kv.index import FullKey, Holdings, Owners, Row, Transaction
 from tiered_kv_lmdb.budget import Budget, number_of
 from tiered_kv_lmdb.files import HEAD_BYTES, OWNERS, TierFiles
-from tiered_kv_lmdb.ledger import Ledger, Reserved
+from tiered_kv_lmdb.ledger import Ledger
 from tiered_kv_lmdb.settings import LmdbSettings
 
 __all__ = ["LmdbMaintenance"]
@@ -184,7 +184,7 @@ class LmdbMaintenance:
         self,
         strays: Sequence[tuple[FullKey, int, Row, str]],
         orphans: Sequence[bytes],
-        of_the_dead: Sequence[Reserved],
+        of_the_dead: Sequence[int],
     ) -> dict[str, int]:
         repaired = {_NO_ROW: len(orphans), _OF_THE_DEAD: len(of_the_dead)}
         for start in range(0, len(strays), _MOST_BLOCKS):
@@ -205,7 +205,7 @@ class LmdbMaintenance:
         return [wrong for *_, wrong in there]
 
     def _give_up(
-        self, txn: Transaction, orphans: Sequence[bytes], of_the_dead: Sequence[Reserved]
+        self, txn: Transaction, orphans: Sequence[bytes], of_the_dead: Sequence[int]
     ) -> None:
         self._ledger.free(txn, dict.fromkeys(orphans, 0))
         self._ledger.release(txn, of_the_dead)

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import compress
 
@@ -32,7 +32,7 @@ from tiered_kv.index import (
 from tiered_kv.values import BlockKey, BlockStatus
 from tiered_kv_lmdb.budget import Budget, number_of
 from tiered_kv_lmdb.files import OWNERS, Space, TierFiles
-from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger, Reserved, unpacked
+from tiered_kv_lmdb.ledger import NUMBER_BYTES, Ledger
 from tiered_kv_lmdb.settings import LmdbSettings
 
 __all__ = ["LmdbStore"]
@@ -77,8 +77,9 @@ class LmdbStore:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._turn = threading.Lock()
         """One load of small blocks at a time."""
-        self._held: set[Reserved] = set()
-        self._given_up: set[Reserved] = set()
+        self._held: set[int] = set()
+        """Numbers that this store reserved and has not settled or given up; its places' tokens."""
+        self._given_up: set[int] = set()
         self._swept: float | None = None
         self._closed = False
         self._files = TierFiles(settings, context.tier)
@@ -88,6 +89,7 @@ class LmdbStore:
                 context.namespace,
                 context.geometry,
                 log_entries=min(65_536, max(1_024, settings.capacity // 2**14)),
+                scoring=context.scoring,
             )
             self._account = WriteAccount(self._files.index, context.tier, settings.write_budget)
             if settings.writable:
@@ -124,6 +126,16 @@ class LmdbStore:
         """See `BlockStore.contains`."""
         self._check_open()
         return self._index.contains(keys) if keys else []
+
+    def hottest(self) -> Iterator[BlockKey]:
+        """See `RanksByUse.hottest`."""
+        self._check_open()
+        return iter(self._index.hottest())
+
+    def arrange(self, keys: Sequence[BlockKey]) -> None:
+        """See `RanksByUse.arrange`."""
+        self._check_writable()
+        self._index.arrange(keys)
 
     def scan(self) -> Iterator[BlockKey]:
         """See `BlockStore.scan`."""
@@ -173,7 +185,7 @@ class LmdbStore:
         self._check_writable()
         if not blocks:
             return []
-        for length in {block.checksum.length for block in blocks}:
+        for length in {checksum.length for _, checksum in blocks}:
             if not 0 < length <= _MOST_VALUE_BYTES:
                 raise ValueError(f"a block has 1 to {_MOST_VALUE_BYTES} bytes, not {length}")
         self._sweep_if_due(_SWEEP_SECONDS)
@@ -208,15 +220,15 @@ class LmdbStore:
 
     def _reserve(
         self, txn: Transaction, blocks: Sequence[NewBlock], space: Space
-    ) -> tuple[list[Reserved], list[bool], int]:
+    ) -> tuple[range, list[bool], int]:
         """What is reserved for those blocks that are missing, which these are, and how many were
         evicted."""
-        keys = [block.key for block in blocks]
+        keys = [key for key, _ in blocks]
         there = self._index.with_row(txn, keys)
         missing = [key not in there for key in keys]
         wanted = list(compress(blocks, missing)) if there else blocks
         if not wanted:
-            return [], missing, 0
+            return range(0), missing, 0
         rooms = self._budget.rooms(wanted)
         self._account.take(txn, sum(rooms))
         evicted = self._budget.evict_for(txn, sum(rooms), space)
@@ -226,69 +238,69 @@ class LmdbStore:
     def write(self, places: Sequence[Place], memory: Sequence[memoryview]) -> None:
         """See `BlockStore.write`."""
         self._check_writable()
-        if len(places) != len(memory):
-            raise ValueError(f"{len(places)} places but {len(memory)} pieces of memory")
-        for place, view in zip(places, memory, strict=True):
-            if view.nbytes != place.block.checksum.length:
-                raise ValueError(
-                    f"memory of {view.nbytes} bytes for a block of "
-                    f"{place.block.checksum.length} bytes"
-                )
+        lengths = [checksum.length for (_, checksum), _ in places]
+        sizes = [view.nbytes for view in memory]
+        if lengths != sizes:
+            if len(lengths) != len(sizes):
+                raise ValueError(f"{len(lengths)} places but {len(sizes)} pieces of memory")
+            pairs = zip(lengths, sizes, strict=True)
+            length, size = next((length, size) for length, size in pairs if length != size)
+            raise ValueError(f"memory of {size} bytes for a block of {length} bytes")
         if places:
-            reserved = _reserved(places)
+            numbers = _numbers(places)
+            if list(map(len, memory)) != sizes:
+                memory = list(map(_octets, memory))
             with self._files.index.read() as txn:
-                self._ledger.check_reserved(txn, reserved)
-            numbers = [number for number, _ in reserved]
-            self._budget.put(dict(zip(numbers, map(_octets, memory), strict=True)))
+                self._ledger.check_reserved(txn, numbers)
+            self._budget.put(numbers, memory)
 
     def publish(self, places: Sequence[Place]) -> None:
         """See `BlockStore.publish`."""
         self._check_writable()
         if not places:
             return
-        reserved = _reserved(places)
-        numbers = [number for number, _ in reserved]
+        numbers = _numbers(places)
         blocks = [
-            (key, Row(checksum, 0, location, unpacked(number)))
+            (key, Row(checksum, 0, location, number))
             for ((key, checksum), _), number, location in zip(
                 places, numbers, self._budget.locations(numbers), strict=True
             )
         ]
-        self._budget.in_index(lambda txn: self._publish(txn, blocks, reserved))
-        self._let_go(reserved)
+        self._budget.in_index(lambda txn: self._publish(txn, blocks, numbers))
+        self._let_go(numbers)
 
     def _publish(
         self,
         txn: Transaction,
         blocks: Sequence[tuple[BlockKey, Row]],
-        reserved: Sequence[Reserved],
+        numbers: Sequence[int],
     ) -> None:
-        self._ledger.settle(txn, reserved)
+        self._ledger.settle(txn, numbers)
         self._budget.free(txn, self._index.publish(txn, blocks))
 
-    def _let_go(self, reserved: Collection[Reserved]) -> None:
-        self._budget.settled(one.number for one in reserved)
+    def _let_go(self, numbers: Collection[int]) -> None:
+        self._budget.settled(numbers)
         with self._lock:
-            self._held.difference_update(reserved)
+            self._held.difference_update(numbers)
 
     def abandon(self, places: Sequence[Place]) -> None:
         """See `BlockStore.abandon`."""
         self._check_writable()
         if places:
-            self._release(_reserved(places))
+            self._release(_numbers(places))
 
-    def _release(self, reserved: Collection[Reserved]) -> None:
+    def _release(self, numbers: Collection[int]) -> None:
         try:
-            self._budget.in_index(lambda txn: self._ledger.release(txn, reserved))
+            self._budget.in_index(lambda txn: self._ledger.release(txn, numbers))
         except (TierError, RetryLater) as error:
             # The next sweep, here or after our end elsewhere, gives it back.
             logger.warning(
                 "tier %s: room not given back yet: %s", self._tier, reason_in(self._tier, error)
             )
             with self._lock:
-                self._given_up.update(reserved)
+                self._given_up.update(numbers)
                 self._swept = None
-        self._let_go(reserved)
+        self._let_go(numbers)
 
     # ------------------------------------------------------------------------------------ load
 
@@ -323,7 +335,7 @@ class LmdbStore:
 
     def _copy(self, values: BufferTransaction, row: Row, memory: memoryview) -> bool:
         """False where the row's value is not there."""
-        length, location = row.checksum.length, row.location
+        (length, _, _), _, location, _ = row
         head = location[NUMBER_BYTES:]
         at = len(head)
         value = values.get(location[:NUMBER_BYTES], None, self._values)
@@ -453,12 +465,12 @@ class LmdbStore:
         )
 
 
-def _reserved(places: Iterable[Place]) -> list[Reserved]:
-    tokens = [place.token for place in places]
-    reserved = [token for token in tokens if isinstance(token, Reserved)]
-    if len(reserved) < len(tokens):
+def _numbers(places: Sequence[Place]) -> list[int]:
+    tokens = [token for _, token in places]
+    numbers = [token for token in tokens if isinstance(token, int)]
+    if len(numbers) < len(tokens):
         raise ValueError(f"a place of another store: {tokens!r}")
-    return reserved
+    return numbers
 
 
 def _octets(memory: memoryview) -> memoryview:

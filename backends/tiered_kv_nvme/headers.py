@@ -190,11 +190,7 @@ class SlotEntry:
 
     def pack(self) -> bytes:
         """`PACKED_BYTES` bytes, to be padded to the table's stride."""
-        packed = bytearray(self.PACKED_BYTES)
-        pack_entry(
-            memoryview(packed), 0, self.key, self.rank, self.checksum, self.epoch, self.generation
-        )
-        return bytes(packed)
+        return pack_entry(self.key, self.rank, self.checksum, self.epoch, self.generation)
 
     @classmethod
     def unpack(cls, data: bytes) -> SlotEntry | None:
@@ -216,18 +212,10 @@ ENTRY_BYTES = round_up(SlotEntry.PACKED_BYTES, 512)
 
 
 def pack_entry(
-    table: memoryview,
-    offset: int,
-    key: BlockKey,
-    rank: int,
-    checksum: BlockChecksum,
-    epoch: int,
-    generation: int,
-) -> None:
-    """Write what `SlotEntry.pack` gives to byte `offset` of `table`."""
-    _ENTRY.pack_into(
-        table,
-        offset,
+    key: BlockKey, rank: int, checksum: BlockChecksum, epoch: int, generation: int
+) -> bytes:
+    """What `SlotEntry.pack` gives."""
+    packed = _ENTRY.pack(
         _ENTRY_MAGIC,
         epoch,
         generation,
@@ -238,5 +226,4 @@ def pack_entry(
         len(key),
         key,
     )
-    end = offset + _ENTRY.size
-    _CHECK.pack_into(table, end, xxhash.xxh3_64_intdigest(table[offset:end]))
+    return packed + xxhash.xxh3_64_digest(packed)

@@ -14,6 +14,7 @@ from tiered_kv.index import (
     Environment,
     Holdings,
     IndexAudit,
+    Transaction,
     Trust,
     bytes_beside_data,
     describe_namespace,
@@ -158,12 +159,12 @@ class NvmeMaintenance:
         for keys in self._audit.batches(namespace_id):
             for start in range(0, len(keys), _MOST_BLOCKS):
                 with self._space.change() as change:
-                    self._refuse_in_use(namespace_id, change.live_namespaces())
+                    self._refuse_in_use(namespace_id, change.txn)
                     for key in keys[start : start + _MOST_BLOCKS]:
                         dropped += not self._audit.parts(change.txn, key).is_nothing
                         change.free(self._audit.erase(change.txn, key))
         with self._space.change() as change:
-            self._refuse_in_use(namespace_id, change.live_namespaces())
+            self._refuse_in_use(namespace_id, change.txn)
             change.reclaim()
             for segment in change.all_segments():
                 if segment.namespace_id == namespace_id and not segment.reserved:
@@ -177,8 +178,8 @@ class NvmeMaintenance:
             )
         return dropped
 
-    def _refuse_in_use(self, namespace_id: bytes, live: set[bytes]) -> None:
-        if namespace_id in live:
+    def _refuse_in_use(self, namespace_id: bytes, txn: Transaction) -> None:
+        if namespace_id in self._space.owners.live_namespaces(txn):
             raise ValueError(
                 f"tier {self._tier}: namespace {namespace_id.hex()} is in use by a running "
                 "process; stop it first"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +25,7 @@ GROUP_BYTES = 4 * 2**20
 IOV_MAX = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes of one block: where they are in memory and on disk."""
 
     position: int
@@ -35,6 +36,9 @@ class Piece:
     """Byte in the segment's file, page-aligned."""
     view: memoryview
     """Exactly the bytes to move; begins page-aligned."""
+
+
+_place = itemgetter(1, 2)
 
 
 @dataclass(slots=True)
@@ -67,6 +71,32 @@ class Plan:
                         "expected a page-aligned slot of a host pool"
                     )
 
+    def cut(self, ordered: Sequence[Piece], *, writing: bool) -> list[Piece]:
+        """The same bytes in pieces that fit into a group, the last page of a block for itself.
+
+        Raises:
+            ValueError: a view is empty.
+        """
+        count = sum(1 for piece in ordered if piece.view.nbytes % PAGE_BYTES)
+        pages = anonymous(count * PAGE_BYTES) if count else memoryview(b"")
+        cut: list[Piece] = []
+        for position, number, offset, view in ordered:
+            size = view.nbytes
+            if not size:
+                raise ValueError(f"block {position} of the batch is empty")
+            body = size - size % PAGE_BYTES
+            for start in range(0, body, GROUP_BYTES):
+                part = view[start : min(start + GROUP_BYTES, body)]
+                cut.append(Piece(position, number, offset + start, part))
+            if body < size:
+                page, pages = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
+                tail = view[body:]
+                if writing:
+                    page[: tail.nbytes] = tail
+                self.tails.append((tail, page))
+                cut.append(Piece(position, number, offset + body, page))
+        return cut
+
     def unload(self) -> None:
         """After reading: copy the tails to where they belong."""
         for tail, page in self.tails:
@@ -98,71 +128,41 @@ def plan(pieces: Iterable[Piece], fds: Mapping[int, int], *, writing: bool) -> P
     """
     ordered = sorted(pieces, key=_place)
     made = Plan()
-    open_tails = sum(1 for piece in ordered if piece.view.nbytes % PAGE_BYTES)
-    pages = anonymous(open_tails * PAGE_BYTES) if open_tails else memoryview(b"")
+    sizes = {piece.view.nbytes for piece in ordered}
+    if any(size % PAGE_BYTES or not 0 < size <= GROUP_BYTES for size in sizes):
+        ordered = made.cut(ordered, writing=writing)
     by_directory: dict[int, list[Group]] = {}
-    builder = _Builder()
-    for piece in ordered:
-        builder.groups = by_directory.setdefault(place_of(piece.number), [])
-        fd, view, offset = fds[piece.number], piece.view, piece.offset
-        size = view.nbytes
-        if not size:
-            raise ValueError(f"block {piece.position} of the batch is empty")
-        body = size - size % PAGE_BYTES
-        if size == body <= GROUP_BYTES:
-            builder.add(fd, offset, view, piece.position)
-            continue
-        for start in range(0, body, GROUP_BYTES):
-            stop = min(start + GROUP_BYTES, body)
-            builder.add(fd, offset + start, view[start:stop], piece.position)
-        if body < size:
-            page, pages = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
-            tail = view[body:]
-            if writing:
-                page[: tail.nbytes] = tail
-            made.tails.append((tail, page))
-            builder.add(fd, offset + body, page, piece.position, slack=PAGE_BYTES)
-    builder.close()
+    for run in _runs(ordered):
+        positions, numbers, offsets, views = zip(*ordered[run.start : run.stop], strict=True)
+        group = Group(fds[numbers[0]], offsets[0], views, positions)
+        by_directory.setdefault(place_of(numbers[0]), []).append(group)
     for turn in zip_longest(*by_directory.values()):
         made.groups += [group for group in turn if group is not None]
     return made
 
 
-def _place(piece: Piece) -> tuple[int, int]:
-    return piece.number, piece.offset
-
-
-class _Builder:
-    """Joins what follows on each other into one group."""
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []
-        """Where the next group goes."""
-        self._goes_to = self.groups
-        self._fd = -1
-        self._start = 0
-        self._end = 0
-        self._views: list[memoryview] = []
-        self._positions: list[int] = []
-
-    def add(self, fd: int, offset: int, view: memoryview, position: int, *, slack: int = 0) -> None:
+def _runs(ordered: Sequence[Piece]) -> Iterator[range]:
+    """Which pieces follow on each other and fit into one group. The last page of a block may go
+    beyond a group's size."""
+    first = 0
+    at = -1
+    start = end = 0
+    for i, (_, number, offset, view) in enumerate(ordered):
         size = view.nbytes
         joins = (
-            fd == self._fd
-            and offset == self._end
-            and len(self._views) < IOV_MAX
-            and offset + size - self._start <= GROUP_BYTES + slack
+            offset == end
+            and number == at
+            and i - first < IOV_MAX
+            and (
+                offset - start <= GROUP_BYTES
+                if size == PAGE_BYTES
+                else offset + size - start <= GROUP_BYTES
+            )
         )
         if not joins:
-            self.close()
-            self._fd, self._start, self._goes_to = fd, offset, self.groups
-        self._end = offset + size
-        self._views.append(view)
-        self._positions.append(position)
-
-    def close(self) -> None:
-        if self._views:
-            views, positions = tuple(self._views), tuple(self._positions)
-            self._goes_to.append(Group(self._fd, self._start, views, positions))
-            self._views, self._positions = [], []
-        self._fd = -1
+            if i:
+                yield range(first, i)
+            first, at, start = i, number, offset
+        end = offset + size
+    if ordered:
+        yield range(first, len(ordered))

@@ -1,12 +1,11 @@
 """The posix I/O engine: vectored reads and writes, several groups in flight, direct if possible.
 
-A group that comes alone, as most do, is moved by the thread that asks for it: it would do nothing
-else meanwhile, and handing it over and back costs as much as moving it.
-
-Groups of about 4 MiB are what pays: a call per block costs several times the processor time. The
-calls are aiofiles' wrapped `preadv` and `pwritev` on the engine's own daemon threads; a loop in a
-daemon thread hands the next group to whichever thread is free. Twice as many groups as threads
-are in flight, so that no thread waits for the loop: the seam then costs less than 5 % of a group.
+Groups of about 4 MiB are what pays: a call per block costs several times the processor time.
+Whoever asks for groups moves them itself: its thread would do nothing else meanwhile, and handing
+one over and back costs as much as moving it. Where there are several, and the disk's depth is not
+used by other calls, it gets helpers, which take the next group from the same iterator, in daemon
+threads of the engine: a call of aiofiles' `wrap` for each helper, not for each group, on a loop in
+a daemon thread.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,39 +36,11 @@ SECTOR_BYTES = 512
 PROBE_NAME = "probe.tmp"
 
 
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """How bytes are moved: by threads of ours, or at once."""
+_Call: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
+"""`os.preadv` or `os.pwritev`."""
 
-    preadv: Callable[..., Awaitable[int]]
-    pwritev: Callable[..., Awaitable[int]]
-    fdatasync: Callable[..., Awaitable[None]]
-
-    @classmethod
-    def by(cls, executor: Executor) -> _Calls:
-        """In the executor's threads."""
-        return cls(
-            partial(wrap(os.preadv), executor=executor),
-            partial(wrap(os.pwritev), executor=executor),
-            partial(wrap(os.fdatasync), executor=executor),
-        )
-
-
-async def _preadv(fd: int, views: list[memoryview], offset: int) -> int:
-    return os.preadv(fd, views, offset)
-
-
-async def _pwritev(fd: int, views: list[memoryview], offset: int) -> int:
-    return os.pwritev(fd, views, offset)
-
-
-async def _fdatasync(fd: int) -> None:
-    os.fdatasync(fd)
-
-
-_AT_ONCE = _Calls(_preadv, _pwritev, _fdatasync)
-
-_Move: TypeAlias = Callable[[Group, _Calls], Awaitable[dict[int, OSError]]]
+_Move: TypeAlias = Callable[[Group], dict[int, OSError]]
+"""Moves a group; gives an error per block that was not moved whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +155,14 @@ class PosixIo:
         self._tier = tier
         self._alignment = alignment or 1
         self._executor = DaemonExecutor(threads, f"tiered-kv-{tier}-io")
-        self._calls = _Calls.by(self._executor)
-        self._alone = threading.Semaphore(threads)
+        self._help = partial(wrap(_work), executor=self._executor)
+        self._callers = threading.Semaphore(threads)
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._running = 0
+        """Calls, each of which moves groups by itself."""
+        self._helping = 0
         self._closed = False
 
     def read_groups(self, groups: Sequence[Group]) -> dict[int, OSError]:
@@ -211,9 +183,9 @@ class PosixIo:
         """See `GroupIo.modes`."""
         return {"engine": "posix"}
 
-    async def _read_apart(self, group: Group, calls: _Calls) -> dict[int, OSError]:
+    def _read_apart(self, group: Group) -> dict[int, OSError]:
         try:
-            await self._whole(calls.preadv, group.fd, group.views, group.offset, reading=True)
+            self._whole(os.preadv, group.fd, group.views, group.offset, reading=True)
         except OSError as error:
             if len(group.views) == 1:
                 return {group.positions[0]: error}
@@ -223,27 +195,21 @@ class PosixIo:
         offset = group.offset
         for view, position in zip(group.views, group.positions, strict=True):
             try:
-                await self._whole(calls.preadv, group.fd, (view,), offset, reading=True)
+                self._whole(os.preadv, group.fd, (view,), offset, reading=True)
             except OSError as error:
                 failed[position] = error
             offset += view.nbytes
         return failed
 
-    async def _write_together(self, group: Group, calls: _Calls) -> dict[int, OSError]:
+    def _write_together(self, group: Group) -> dict[int, OSError]:
         try:
-            await self._whole(calls.pwritev, group.fd, group.views, group.offset, reading=False)
+            self._whole(os.pwritev, group.fd, group.views, group.offset, reading=False)
         except OSError as error:
             return dict.fromkeys(group.positions, error)
         return {}
 
-    async def _whole(
-        self,
-        call: Callable[..., Awaitable[int]],
-        fd: int,
-        views: Sequence[memoryview],
-        offset: int,
-        *,
-        reading: bool,
+    def _whole(
+        self, call: _Call, fd: int, views: Sequence[memoryview], offset: int, *, reading: bool
     ) -> None:
         """Move all of `views`, going on after short calls.
 
@@ -251,10 +217,10 @@ class PosixIo:
             EndOfFile: the file ends before what is to be read.
             OSError: the call failed.
         """
-        left = list(views)
-        total = sum(view.nbytes for view in left)
+        left = views
+        total = sum([view.nbytes for view in left])
         while left:
-            count = await call(fd, left, offset)
+            count = call(fd, left, offset)
             if count == total:
                 return
             # A direct call may go on at aligned offsets only.
@@ -270,38 +236,51 @@ class PosixIo:
     def _drive(self, groups: Sequence[Group], move: _Move) -> dict[int, OSError]:
         if not groups:
             return {}
-        self._enter()
+        count = self._enter(len(groups) - 1)
         try:
-            if len(groups) == 1:
-                with self._alone:
-                    return _at_once(move(groups[0], _AT_ONCE))
-            moves = self._all(groups, move)
-            return asyncio.run_coroutine_threadsafe(moves, self._started()).result()
+            queue = iter(groups)  # whose `next` is atomic
+            helpers = None
+            if count:
+                loop = self._started()
+                helpers = asyncio.run_coroutine_threadsafe(self._together(count, queue, move), loop)
+            failed: dict[int, OSError] = {}
+            try:
+                for group in queue:
+                    with self._callers:
+                        failed |= move(group)
+            finally:
+                # Also after an error: the memory must be the caller's again.
+                if helpers is not None:
+                    failed |= helpers.result()
+            return failed
         finally:
-            self._leave()
+            self._leave(count)
 
-    async def _all(self, groups: Sequence[Group], move: _Move) -> dict[int, OSError]:
-        failed: dict[int, OSError] = {}
-        queue = iter(groups)
-
-        async def work() -> None:
-            for group in queue:
-                failed.update(await move(group, self._calls))
-
-        width = min(len(groups), 2 * self._threads)
+    async def _together(
+        self, count: int, queue: Iterator[Group], move: _Move
+    ) -> dict[int, OSError]:
         # Not a TaskGroup: a cancelled call goes on in its thread, and the memory must be ours
         # until the last one has ended.
-        ends = await asyncio.gather(*(work() for _ in range(width)), return_exceptions=True)
+        ends = await asyncio.gather(
+            *(self._help(queue, move) for _ in range(count)), return_exceptions=True
+        )
+        failed: dict[int, OSError] = {}
         for end in ends:
-            if end is not None:
+            if isinstance(end, BaseException):
                 raise end
+            failed |= end
         return failed
 
-    def _enter(self) -> None:
+    def _enter(self, most: int) -> int:
+        """A call begins; how many helpers it gets, at most `most`: those that are free, so that
+        none comes when all is done, and as many as use what other calls leave of the threads."""
         with self._changed:
             if self._closed:
                 raise TierError(f"tier {self._tier}: its I/O was closed", tier=self._tier)
             self._running += 1
+            count = max(0, min(most, self._threads - self._running - self._helping))
+            self._helping += count
+            return count
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._changed:
@@ -316,9 +295,10 @@ class PosixIo:
                 self._thread.start()
             return self._loop
 
-    def _leave(self) -> None:
+    def _leave(self, helpers: int) -> None:
         with self._changed:
             self._running -= 1
+            self._helping -= helpers
             self._stop_if_idle()
             self._changed.notify_all()
 
@@ -343,22 +323,20 @@ class PosixIo:
         return self._executor.join(timeout)
 
 
-async def _flush_one(group: Group, calls: _Calls) -> dict[int, OSError]:
+def _work(queue: Iterator[Group], move: _Move) -> dict[int, OSError]:
+    """Move groups until none is left."""
+    failed: dict[int, OSError] = {}
+    for group in queue:
+        failed |= move(group)
+    return failed
+
+
+def _flush_one(group: Group) -> dict[int, OSError]:
     try:
-        await calls.fdatasync(group.fd)
+        os.fdatasync(group.fd)
     except OSError as error:
         return dict.fromkeys(group.positions, error)
     return {}
-
-
-def _at_once(move: Awaitable[dict[int, OSError]]) -> dict[int, OSError]:
-    """Run what waits for nothing to its end."""
-    try:
-        next(move.__await__())
-    except StopIteration as end:
-        failed: dict[int, OSError] = end.value
-        return failed
-    raise RuntimeError("a call that was to be made at once waits for something")
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts import ReadResult
@@ -14,6 +14,7 @@ from tiered_kv.index import BlockIndex, Environment, Row, Trust
 from tiered_kv.values import BlockKey, BlockStatus
 from tiered_kv_nvme.faults import translate
 from tiered_kv_nvme.groups import EndOfFile
+from tiered_kv_nvme.plan import Piece, flat
 from tiered_kv_nvme.records import Extent
 from tiered_kv_nvme.segments import Leased, SegmentFiles
 from tiered_kv_nvme.spreading import place_of
@@ -26,8 +27,7 @@ _MISSING = ReadResult(BlockStatus.MISSING)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A block whose file is open."""
 
     position: int
@@ -44,8 +44,7 @@ class Found:
         return self.spot.extent.number, self.spot.extent.offset
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
+class _Named(NamedTuple):
     """A block that has a row."""
 
     position: int
@@ -71,17 +70,32 @@ class Reading:
         self._named = named
         self._leased = leased
         self._state = state
-        self.found = [
-            Found(
-                one.position,
-                Spot(leased.fds[one.extent.number], one.extent),
-                one.row.checksum,
-                one.unproven,
-            )
-            for one in named
-            if one.extent.number in leased.fds
-        ]
+        self.fds = leased.fds
+        """By segment, of the files that are open."""
+
+    @property
+    def found(self) -> list[Found]:
         """The blocks that can be read, in the caller's order."""
+        fds = self.fds
+        return [
+            Found(position, Spot(fds[extent.number], extent), row.checksum, unproven)
+            for position, row, extent, unproven in self._named
+            if extent.number in fds
+        ]
+
+    def pieces(self, memory: Sequence[memoryview]) -> list[Piece]:
+        """The same as pieces of the caller's memory."""
+        fds = self.fds
+        return [
+            Piece(
+                position,
+                extent.number,
+                extent.offset,
+                flat(memory[position])[: row.checksum.length],
+            )
+            for position, row, extent, _ in self._named
+            if extent.number in fds
+        ]
 
     def results(self, failed: Mapping[int, OSError]) -> list[ReadResult]:
         """What became of each block of the batch, after reading. `failed`: by position, why a
@@ -180,20 +194,21 @@ class Reader:
                 again = self._index.rows(txn, [keys[one.position] for one in named])
         gone: list[BlockKey] = []
         broken: set[int] = set()
-        for one, now in zip(named, again, strict=True):
-            number = one.extent.number
-            error = leased.failed.get(number) or failed.get(one.position)
-            if now != one.row or number in leased.away:
+        fds, unopened, away = leased.fds, leased.failed, leased.away
+        for (position, row, extent, unproven), now in zip(named, again, strict=True):
+            number = extent.number
+            error = unopened.get(number) or failed.get(position)
+            if now != row or number in away:
                 continue
-            if isinstance(error, EndOfFile) or (error is None and number not in leased.fds):
-                gone.append(keys[one.position])
+            if isinstance(error, EndOfFile) or (error is None and number not in fds):
+                gone.append(keys[position])
             elif error is not None:
                 path = self._files.path(number)
                 logger.warning("%s", translate(error, "read", path, self._tier))
-                results[one.position] = ReadResult(BlockStatus.TIER_ERROR)
+                results[position] = ReadResult(BlockStatus.TIER_ERROR)
                 broken.add(place_of(number))
             else:
-                results[one.position] = ReadResult(BlockStatus.OK, one.row.checksum, one.unproven)
+                results[position] = ReadResult(BlockStatus.OK, row.checksum, unproven)
         for place in broken:
             self._files.stripes.failed(place)
         if self._writer is not None:

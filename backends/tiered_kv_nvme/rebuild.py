@@ -326,7 +326,7 @@ def _publish(
             with change.txn.cursor(space.slots) as cursor:
                 cursor.putmulti(sorted(slots))
             change.free(index.publish(change.txn, rows))
-        if change.index_is_full():
+        if space.index_is_full(change.txn):
             raise _Full(len(finds) - end + len(batch))
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tiered_kv.contracts import Place
+from tiered_kv.contracts import NewBlock
 from tiered_kv.index import Row
-from tiered_kv_nvme.headers import SegmentLayout, pack_entry
+from tiered_kv_nvme.headers import SegmentLayout, SlotEntry, pack_entry
+from tiered_kv_nvme.plan import anonymous
 
 __all__ = ["Extent", "Segment", "contiguous", "pack_entries"]
 
@@ -21,8 +23,7 @@ _LOCATION = struct.Struct(">IQIQ")
 _CHECK = struct.Struct(">Q")
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """One slot, as it was given out once."""
 
     number: int
@@ -107,7 +108,10 @@ def _check(number: int, body: bytes) -> int:
 
 def contiguous(taken: npt.NDArray[np.uint8], count: int) -> list[int]:
     """At most `count` free slots: the shortest run that is long enough, else the longest ones."""
-    edges = np.flatnonzero(np.diff(taken, prepend=1, append=1))
+    bounded = np.empty(taken.size + 2, np.uint8)
+    bounded[0] = bounded[-1] = 1
+    bounded[1:-1] = taken
+    edges = np.flatnonzero(bounded[1:] != bounded[:-1])
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
     enough = np.flatnonzero(lengths >= count)
     if enough.size:
@@ -123,16 +127,13 @@ def contiguous(taken: npt.NDArray[np.uint8], count: int) -> list[int]:
 
 
 def pack_entries(
-    view: memoryview, run: Sequence[tuple[Place, Extent]], rank: int, layout: SegmentLayout
-) -> None:
-    """The entries of neighbouring slots in their segment's header table."""
-    for number, (place, extent) in enumerate(run):
-        pack_entry(
-            view,
-            number * layout.stride,
-            place.block.key,
-            rank,
-            place.block.checksum,
-            extent.epoch,
-            extent.generation,
-        )
+    run: Sequence[tuple[Extent, NewBlock]], rank: int, layout: SegmentLayout
+) -> memoryview:
+    """The entries of neighbouring slots in their segment's header table, page-aligned."""
+    padding = bytes(layout.stride - SlotEntry.PACKED_BYTES)
+    parts: list[bytes] = []
+    for (_, epoch, _, _, _, generation), (key, checksum) in run:
+        parts += (pack_entry(key, rank, checksum, epoch, generation), padding)
+    view = anonymous(len(run) * layout.stride)
+    view[:] = b"".join(parts)
+    return view

@@ -6,7 +6,7 @@ Key: owner's nonce (8 bytes), segment (4). Value: (slot, generation) of each slo
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tiered_kv.index import Database, Transaction
@@ -30,7 +30,7 @@ def unpack_slots(data: bytes | None) -> dict[int, int]:
 
 
 def _pack_slots(slots: Mapping[int, int]) -> bytes:
-    return b"".join(_SLOT.pack(slot, generation) for slot, generation in slots.items())
+    return b"".join([_SLOT.pack(slot, generation) for slot, generation in slots.items()])
 
 
 class Reservations:
@@ -46,6 +46,10 @@ class Reservations:
         if key not in self._loaded:
             self._loaded[key] = unpack_slots(self._txn.get(key, db=self._database))
         return self._loaded[key]
+
+    def in_segments(self, nonce: bytes, numbers: Iterable[int]) -> dict[int, dict[int, int]]:
+        """The same of an owner, by segment."""
+        return {number: self.slots(reservation_key(nonce, number)) for number in numbers}
 
     def save(self) -> None:
         """Write what was changed."""

@@ -68,7 +68,7 @@ class RoomMaker:
             NoSpace: budget, free-space floor and evictable blocks do not suffice.
             TierError: the disk or the index does not work.
         """
-        if self.change.index_is_full() and not (
+        if self.space.index_is_full(self.change.txn) and not (
             self._evict_own(slot_class, count)
             or self._take_segment(slot_class, slot_bytes, forced=True)
         ):
@@ -130,7 +130,7 @@ class RoomMaker:
         candidates = self._idle(self.change.all_segments())
         if not candidates:
             return False
-        live = self.change.live_namespaces()
+        live = self.space.owners.live_namespaces(self.change.txn)
         victim = min(candidates, key=lambda one: (one.namespace_id in live, one.used))
         self.evicted += self.change.empty(victim)
         self.change.drop(victim)
@@ -217,7 +217,7 @@ class RoomMaker:
         others = [one for one in self._idle(segments) if one.slot_class != slot_class]
         if not others:
             return False
-        live = self.change.live_namespaces()
+        live = self.space.owners.live_namespaces(self.change.txn)
         victim = min(others, key=lambda one: (one.namespace_id in live, one.used))
         if victim.namespace_id in live and not forced:
             own = [one.used for one in segments if one.slot_class == slot_class]

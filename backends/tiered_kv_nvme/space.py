@@ -19,6 +19,7 @@ import secrets
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -370,38 +371,45 @@ class Change:
             slots = contiguous(segment.taken, share)
             segment.taken[slots] = 1
             segment.reserved += len(slots)
-            reserved = self._reserved.slots(self._space.reserved_key(number))
-            for slot in slots:
-                reserved[slot] = generation = first + len(extents)
-                offset = segment.layout.offset(slot)
-                extents.append(Extent(number, segment.epoch, slot, offset, slot_class, generation))
+            given = first + len(extents)
+            pairs = list(zip(slots, range(given, given + len(slots)), strict=True))
+            self._reserved.slots(self._space.reserved_key(number)).update(pairs)
+            start, size, epoch = segment.layout.offset(0), segment.layout.slot_bytes, segment.epoch
+            extents += [
+                Extent(number, epoch, slot, start + slot * size, slot_class, generation)
+                for slot, generation in pairs
+            ]
             self._dirty.add(number)
         return extents
 
-    def holds(self, extent: Extent) -> bool:
-        """Whether the slot is still reserved by this store."""
-        key = self._space.reserved_key(extent.number)
-        return self._reserved.slots(key).get(extent.slot) == extent.generation
+    def holds(self, extents: Sequence[Extent]) -> list[bool]:
+        """Which of the slots are still reserved by this store."""
+        reserved = self._reserved.in_segments(self._space.nonce, {one.number for one in extents})
+        return [reserved[one.number].get(one.slot) == one.generation for one in extents]
 
     def publish(self, blocks: Sequence[tuple[Extent, FullKey]]) -> None:
         """Reserved slots now hold published blocks."""
         now = time.time_ns()
+        counts = Counter([extent.number for extent, _ in blocks])
+        reserved = self._reserved.in_segments(self._space.nonce, counts)
         for extent, _ in blocks:
-            del self._reserved.slots(self._space.reserved_key(extent.number))[extent.slot]
-            segment = self.segment(extent.number)
+            del reserved[extent.number][extent.slot]
+        for number, count in counts.items():
+            segment = self.segment(number)
             if segment is not None:
-                segment.reserved -= 1
+                segment.reserved -= count
                 segment.used = now
-                self._dirty.add(extent.number)
+                self._dirty.add(number)
         with self.txn.cursor(self._space.slots) as cursor:
             cursor.putmulti(
-                sorted((_PAIR.pack(extent.number, extent.slot), key) for extent, key in blocks)
+                sorted([(_PAIR.pack(extent.number, extent.slot), key) for extent, key in blocks])
             )
 
     def release(self, extents: Iterable[Extent]) -> None:
         """Give reserved slots back; those that are not reserved any more are ignored."""
-        for extent in extents:
-            if self.holds(extent):
+        given = list(extents)
+        for extent, held in zip(given, self.holds(given), strict=True):
+            if held:
                 self._release(self._space.reserved_key(extent.number), extent.number, [extent.slot])
 
     def _release(self, key: bytes, number: int, slots: Sequence[int]) -> None:
@@ -475,14 +483,6 @@ class Change:
         return lost
 
     # -------------------------------------------------------------------------------- owners
-
-    def index_is_full(self) -> bool:
-        """Whether the index has little room left for further rows."""
-        return self._space.index_is_full(self.txn)
-
-    def live_namespaces(self) -> set[bytes]:
-        """Namespaces that some live process has open for writing."""
-        return self._space.owners.live_namespaces(self.txn)
 
     def reclaim(self) -> int:
         """Free what dead processes had reserved; how many slots."""

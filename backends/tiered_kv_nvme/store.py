@@ -16,7 +16,7 @@ from tiered_kv_nvme.directory import sweep
 from tiered_kv_nvme.engines import direct_mode, engine_for
 from tiered_kv_nvme.headers import round_up
 from tiered_kv_nvme.kvikio_io import KvikioFiles
-from tiered_kv_nvme.plan import Piece, flat, plan
+from tiered_kv_nvme.plan import plan
 from tiered_kv_nvme.presence import Presence
 from tiered_kv_nvme.reading import Reader, Reading
 from tiered_kv_nvme.rebuild import begin_empty, one_by_one, rebuild
@@ -95,6 +95,7 @@ class NvmeStore:
                     context.namespace,
                     context.geometry,
                     log_entries=self._budget.log_entries,
+                    scoring=context.scoring,
                 )
                 if context.writable and settings.writable:
                     own = (context.namespace, context.geometry)
@@ -198,17 +199,7 @@ class NvmeStore:
         if len(keys) != len(memory):
             raise ValueError(f"{len(keys)} keys, but {len(memory)} pieces of memory")
         with self.reading(keys, [view.nbytes for view in memory]) as batch:
-            pieces = [
-                Piece(
-                    one.position,
-                    one.spot.extent.number,
-                    one.spot.extent.offset,
-                    flat(memory[one.position])[: one.checksum.length],
-                )
-                for one in batch.found
-            ]
-            fds = {one.spot.extent.number: one.spot.fd for one in batch.found}
-            moves = plan(pieces, fds, writing=False)
+            moves = plan(batch.pieces(memory), batch.fds, writing=False)
             failed = self._io.read_groups(moves.groups)
             moves.refuse_unaligned(failed)
             moves.unload()
@@ -274,6 +265,16 @@ class NvmeStore:
         self._check_open()
         if self._settings.writable:
             self._index.touch(keys)
+
+    def hottest(self) -> Iterator[BlockKey]:
+        """See `RanksByUse.hottest`."""
+        self._check_open()
+        return iter(self._index.hottest())
+
+    def arrange(self, keys: Sequence[BlockKey]) -> None:
+        """See `RanksByUse.arrange`."""
+        self._for_writing("order blocks")
+        self._index.arrange(keys)
 
     def scan(self) -> Iterator[BlockKey]:
         """See `BlockStore.scan`."""

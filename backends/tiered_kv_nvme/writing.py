@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 from tiered_kv.contracts import NewBlock, Place
 from tiered_kv.errors import NoSpace, TieredKVError, TierError, WriteBudgetSpent, reason_in
@@ -17,7 +17,7 @@ from tiered_kv_nvme.budget import Budget
 from tiered_kv_nvme.faults import translate
 from tiered_kv_nvme.groups import Group, GroupIo
 from tiered_kv_nvme.headers import ENTRY_BYTES, round_up
-from tiered_kv_nvme.plan import Piece, anonymous, flat, plan
+from tiered_kv_nvme.plan import Piece, flat, plan
 from tiered_kv_nvme.records import Extent, pack_entries
 from tiered_kv_nvme.returning import look_after
 from tiered_kv_nvme.room import RoomMaker, give_back
@@ -25,6 +25,7 @@ from tiered_kv_nvme.segments import Leased, SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.space import Change, Space
 from tiered_kv_nvme.spreading import place_of
+from tiered_kv_nvme.uses import Uses
 
 __all__ = ["Spot", "Writer"]
 
@@ -32,19 +33,11 @@ MOST_KEY_BYTES = 256
 
 logger = logging.getLogger(__name__)
 
-
-class _Use(enum.Enum):
-    """What is happening to a place."""
-
-    RESERVED = enum.auto()
-    WRITING = enum.auto()
-    WRITTEN = enum.auto()
-    GIVEN_UP = enum.auto()
-    """Abandoned while it was being written: given back when the write has ended."""
+_by_slot = itemgetter(0)
+"""Sorts (extent, ...): by segment, which has one epoch, and slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """Where the bytes of a block are to be written, or lie."""
 
     fd: int
@@ -74,7 +67,7 @@ class Writer:
         self._account = account
         self._rank = rank
         self._lock = threading.Lock()
-        self._uses: dict[int, _Use] = {}
+        self._uses = Uses()
         self._unreleased: list[Extent] = []
         self._evicted = 0
         self._stripes = files.stripes
@@ -88,8 +81,7 @@ class Writer:
     @property
     def is_writing(self) -> bool:
         """Whether a write is under way: its places cannot be given back yet."""
-        with self._lock:
-            return any(use in (_Use.WRITING, _Use.GIVEN_UP) for use in self._uses.values())
+        return self._uses.writing
 
     def count_evicted(self, count: int) -> None:
         """Add to `evicted`."""
@@ -98,12 +90,14 @@ class Writer:
 
     def reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
         """See `BlockStore.reserve`."""
-        for block in blocks:
-            if block.checksum.length < 1 or not 1 <= len(block.key) <= MOST_KEY_BYTES:
-                raise ValueError(
-                    f"a block of {block.checksum.length} bytes under a key of {len(block.key)} "
-                    f"bytes; expected at least 1 byte, and a key of 1 to {MOST_KEY_BYTES}"
-                )
+        key_lengths = {len(key) for key, _ in blocks}
+        least = min([checksum.length for _, checksum in blocks])
+        if least < 1 or not 1 <= min(key_lengths) <= max(key_lengths) <= MOST_KEY_BYTES:
+            raise ValueError(
+                f"blocks of {least} bytes or more under keys of {min(key_lengths)} to "
+                f"{max(key_lengths)} bytes; expected at least 1 byte, and keys of 1 to "
+                f"{MOST_KEY_BYTES}"
+            )
         self._refuse_hopeless(blocks)
         self._budget.measure(self.space.numbers)
         self.look_after_directories()
@@ -114,10 +108,8 @@ class Writer:
             if isinstance(error, WriteBudgetSpent) or not self._give_way():
                 raise
             places = self._reserve(blocks)
-        with self._lock:
-            for place in places:
-                if place is not None and isinstance(place.token, Extent):
-                    self._uses[place.token.generation] = _Use.RESERVED
+        given = [place.token for place in places if place is not None]
+        self._uses.reserve([one for one in given if isinstance(one, Extent)])
         return places
 
     def look_after_directories(self, *, opening: bool = False) -> None:
@@ -133,14 +125,12 @@ class Writer:
     def _reserve(self, blocks: Sequence[NewBlock]) -> list[Place | None]:
         places: list[Place | None] = [None] * len(blocks)
         with self.space.change() as change:
-            rows = self.space.index.rows(change.txn, [block.key for block in blocks])
-            if not self._stripes.whole:
-                rows = self._without_what_is_away(change, blocks, rows)
-            wanted: dict[int, list[int]] = {}
-            for position, (block, row) in enumerate(zip(blocks, rows, strict=True)):
-                if row is None:
-                    size = round_up(block.checksum.length, PAGE_BYTES)
-                    wanted.setdefault(size, []).append(position)
+            there = self._there(change, [block.key for block in blocks])
+            sizes = _slot_sizes(blocks)
+            wanted: dict[int, list[int]] = {size: [] for size in sizes.values()}
+            for position, (key, checksum) in enumerate(blocks):
+                if key not in there:
+                    wanted[sizes[checksum.length]].append(position)
             maker = RoomMaker(self.space, change, self._budget, self._tier)
             while maker.shrink():  # others put something into the directories
                 pass
@@ -157,17 +147,20 @@ class Writer:
             raise spent
         return places
 
-    def _without_what_is_away(
-        self, change: Change, blocks: Sequence[NewBlock], rows: Sequence[Row | None]
-    ) -> list[Row | None]:
-        """Drop the blocks that lie in a directory that is out of use: they are stored anew."""
-        away = {
-            block.key
-            for block, row in zip(blocks, rows, strict=True)
-            if row is not None and not self._stripes.has(Extent.of(row).number)
+    def _there(self, change: Change, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Which of the blocks have a row. Those that lie in a directory that is out of use are
+        dropped: they are stored anew."""
+        if self._stripes.whole:
+            return self.space.index.with_row(change.txn, keys)
+        rows = self.space.index.rows(change.txn, keys)
+        there = {
+            key: self._stripes.has(Extent.of(row).number)
+            for key, row in zip(keys, rows, strict=True)
+            if row is not None
         }
+        away = [key for key, is_here in there.items() if not is_here]
         change.evict(self.space.index.full_keys(away))
-        return [None if block.key in away else row for block, row in zip(blocks, rows, strict=True)]
+        return there.keys() - set(away)
 
     def _give_way(self) -> bool:
         """On a disk that others have filled up, give a segment back; whether that was it."""
@@ -186,7 +179,8 @@ class Writer:
         return True
 
     def _refuse_hopeless(self, blocks: Sequence[NewBlock]) -> None:
-        total = sum(round_up(block.checksum.length, PAGE_BYTES) for block in blocks)
+        sizes = _slot_sizes(blocks)
+        total = sum([sizes[checksum.length] for _, checksum in blocks])
         if total > self._settings.capacity:
             raise NoSpace(
                 f"tier {self._tier}: {len(blocks)} blocks of {total} bytes in one batch, more "
@@ -208,16 +202,15 @@ class Writer:
                     f"a block of {place.block.checksum.length} bytes cannot be written from "
                     f"{view.nbytes} bytes of memory"
                 )
-        with self.writing(places) as spots:
+        with self._opened(places) as (extents, fds):
             pieces = [
-                Piece(position, spot.extent.number, spot.extent.offset, flat(view))
-                for position, (spot, view) in enumerate(zip(spots, memory, strict=True))
+                Piece(position, extent.number, extent.offset, flat(view))
+                for position, (extent, view) in enumerate(zip(extents, memory, strict=True))
             ]
-            fds = {spot.extent.number: spot.fd for spot in spots}
             moves = plan(pieces, fds, writing=True)
             failed = self._io.write_groups(moves.groups)
             moves.refuse_unaligned(failed)
-            self.raise_first(failed, [spot.extent for spot in spots])
+            self.raise_first(failed, extents)
 
     @contextmanager
     def writing(self, places: Sequence[Place]) -> Iterator[list[Spot]]:
@@ -227,7 +220,13 @@ class Writer:
         Raises:
             TierError: a segment's file has vanished, or cannot be opened.
         """
-        extents = self._move(places, (_Use.RESERVED, _Use.WRITTEN), _Use.WRITING)
+        with self._opened(places) as (extents, fds):
+            yield [Spot(fds[extent.number], extent) for extent in extents]
+
+    @contextmanager
+    def _opened(self, places: Sequence[Place]) -> Iterator[tuple[list[Extent], dict[int, int]]]:
+        """The same: where the places lie, and by segment, the open files."""
+        extents = self._uses.begin(places)
         whole = False
         try:
             with self._files.lease(extent.number for extent in extents) as leased:
@@ -241,10 +240,10 @@ class Writer:
                         "else; what it held is forgotten",
                         tier=self._tier,
                     )
-                yield [Spot(leased.fds[extent.number], extent) for extent in extents]
+                yield extents, leased.fds
             whole = True
         finally:
-            self._end_write(extents, whole=whole)
+            self._release(self._uses.end(extents, whole=whole))
 
     def _absent(self, extents: Iterable[Extent], leased: Leased) -> set[int]:
         """The segments whose file is not there, though their directory is.
@@ -283,17 +282,6 @@ class Writer:
             "that was reserved in it; ask for other room"
         )
 
-    def _end_write(self, extents: Sequence[Extent], *, whole: bool) -> None:
-        given_up: list[Extent] = []
-        with self._lock:
-            for extent in extents:
-                if self._uses.get(extent.generation) is _Use.GIVEN_UP:
-                    del self._uses[extent.generation]
-                    given_up.append(extent)
-                elif extent.generation in self._uses:
-                    self._uses[extent.generation] = _Use.WRITTEN if whole else _Use.RESERVED
-        self._release(given_up)
-
     def publish(self, places: Sequence[Place]) -> None:
         """See `BlockStore.publish`. Places in a file that has vanished are given up.
 
@@ -301,7 +289,7 @@ class Writer:
             NoSpace: the index or the disk is full after all.
             TierError: the disk or the index failed.
         """
-        extents = self._move(places, (_Use.WRITTEN,), _Use.WRITTEN)
+        extents = self._uses.written(places)
         with self._files.lease(extent.number for extent in extents) as leased:
             fds = leased.fds
             lost = self._absent(extents, leased)
@@ -327,9 +315,7 @@ class Writer:
             if not self._give_way():
                 self._thin_out(extents)
             self._publish(kept)
-        with self._lock:
-            for extent in extents:
-                self._uses.pop(extent.generation, None)
+        self._uses.forget(extents)
         if lost:
             self.lose(lost)
         self._release([extent for extent in extents if extent.number in away])
@@ -345,30 +331,33 @@ class Writer:
         """Write the header table's entries, neighbours in one call."""
         layouts = self.space.held([extent for _, extent in kept])
         ordered = sorted(
-            (pair for pair in kept if pair[1].generation in layouts),
-            key=lambda pair: (pair[1].number, pair[1].slot),
+            [(extent, place.block) for place, extent in kept if extent.generation in layouts],
+            key=_by_slot,
         )
         groups: list[Group] = []
         start = 0
-        for end in range(1, len(ordered) + 1):
-            before = ordered[end - 1][1]
+        for end, (extent, _) in enumerate(ordered, 1):
             if end < len(ordered):
-                after = ordered[end][1]
-                if (after.number, after.slot) == (before.number, before.slot + 1):
+                after = ordered[end][0]
+                if after.slot == extent.slot + 1 and after.number == extent.number:
                     continue
-            first = ordered[start][1]
+            first = ordered[start][0]
             layout = layouts[first.generation]
-            view = anonymous((end - start) * layout.stride)
-            pack_entries(view, ordered[start:end], self._rank, layout)
+            view = pack_entries(ordered[start:end], self._rank, layout)
             groups.append(
                 Group(fds[first.number], layout.entry_offset(first.slot), (view,), (start,))
             )
             start = end
-        self.raise_first(self._io.write_groups(groups), [extent for _, extent in ordered])
+        self.raise_first(self._io.write_groups(groups), [extent for extent, _ in ordered])
 
     def _publish(self, kept: Sequence[tuple[Place, Extent]]) -> None:
         with self.space.change() as change:
-            held = [(place.block, extent) for place, extent in kept if change.holds(extent)]
+            holds = change.holds([extent for _, extent in kept])
+            held = [
+                (place.block, extent)
+                for (place, extent), is_held in zip(kept, holds, strict=True)
+                if is_held
+            ]
             rows = [
                 (
                     block.key,
@@ -381,7 +370,8 @@ class Writer:
             change.free([row for row in freed if row.generation not in given])
             lost = {row.generation for row in freed}
             names = self.space.index.full_keys(block.key for block, _ in held)
-            change.release(extent for _, extent in held if extent.generation in lost)
+            if lost:
+                change.release(extent for _, extent in held if extent.generation in lost)
             change.publish(
                 [
                     (extent, name)
@@ -398,19 +388,7 @@ class Writer:
 
     def abandon(self, places: Sequence[Place]) -> None:
         """See `BlockStore.abandon`. A place that is being written is given back afterwards."""
-        released: list[Extent] = []
-        with self._lock:
-            for place in places:
-                extent = place.token
-                if not isinstance(extent, Extent):
-                    continue
-                use = self._uses.get(extent.generation)
-                if use is _Use.WRITING:
-                    self._uses[extent.generation] = _Use.GIVEN_UP
-                elif use in (_Use.RESERVED, _Use.WRITTEN):
-                    del self._uses[extent.generation]
-                    released.append(extent)
-        self._release(released)
+        self._release(self._uses.abandon(places))
 
     def _release(self, extents: Sequence[Extent]) -> None:
         if not extents:
@@ -429,24 +407,6 @@ class Writer:
         with self._lock:
             extents, self._unreleased = self._unreleased, []
         self._release(extents)
-
-    def _move(self, places: Iterable[Place], allowed: tuple[_Use, ...], to: _Use) -> list[Extent]:
-        """The places' extents, all of them now in use `to`.
-
-        Raises:
-            ValueError: one is not this store's, or not in one of the allowed uses.
-        """
-        extents: list[Extent] = []
-        with self._lock:
-            for place in places:
-                extent = place.token
-                use = self._uses.get(extent.generation) if isinstance(extent, Extent) else None
-                if not isinstance(extent, Extent) or use not in allowed:
-                    state = "not reserved" if use is None else use.name.lower()
-                    raise ValueError(f"place of key {place.block.key.hex()} is {state}")
-                extents.append(extent)
-            self._uses.update((extent.generation, to) for extent in extents)
-        return extents
 
     def lose(self, numbers: Iterable[int]) -> None:
         """These segments' files have vanished: forget what they held.
@@ -475,3 +435,9 @@ class Writer:
         """See `BlockStore.delete`."""
         with self.space.change() as change:
             return change.evict(self.space.index.full_keys(keys))
+
+
+def _slot_sizes(blocks: Sequence[NewBlock]) -> dict[int, int]:
+    """By length, the bytes of the slot that a block of it lies in."""
+    lengths = {checksum.length for _, checksum in blocks}
+    return {length: round_up(length, PAGE_BYTES) for length in lengths}

@@ -153,9 +153,11 @@ class Hops:
 
     # ----------------------------------------------------------------------------------- moving
 
-    def save(self) -> None:
-        """Store all blocks, from the slots in which they lie."""
-        slots = self._take_turn()
+    def save(self, *, capture: bool = False) -> None:
+        """Store all blocks, from the slots in which they lie. Their checksums are known, as they
+        are in the host tier; with `capture` each group's are taken first, in the thread that then
+        stores it."""
+        slots = self._take_turn(anew=capture)
 
         def spec(part: Sequence[int]) -> TransferSpec[Any, Any]:
             keys = tuple(self.keys[i] for i in part)
@@ -163,7 +165,21 @@ class Hops:
                 CpuSpec(tuple(slots[i] for i in part)), self._spec(TIER, keys), keys
             )
 
-        self._run(self._store_hop, spec, self._store_group)
+        def take_checksums(part: Sequence[int]) -> None:
+            refs = tuple(slots[i] for i in part)
+            checksums = []
+            for i, view in zip(part, self.pool.begin_all(refs), strict=True):
+                assert view is not None
+                data = view[: self.batch.block_bytes]
+                checksums.append(BlockChecksum.capture(self.keys[i], 0, data))
+            assert all(self.pool.bind_all(refs, checksums))
+
+        before = take_checksums if capture else None
+        self._run(self._store_hop, spec, self._store_group, before=before)
+
+    def capture_and_save(self) -> None:
+        """Store all blocks, their checksums taken on the way."""
+        self.save(capture=True)
 
     def load(self, *, verified: bool = True) -> None:
         """Load all blocks into the same slots, under a younger generation, and verify them."""
@@ -197,8 +213,11 @@ class Hops:
         group: int,
         *,
         verified: bool = True,
+        before: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         async def call(part: tuple[int, ...]) -> HopResult:
+            if before is not None:
+                await asyncio.get_running_loop().run_in_executor(hop.executor, before, part)
             if verified:
                 return await hop.begin(spec(part), WAIT_SECONDS)
             assert hop.attached is not None

@@ -28,6 +28,7 @@ from tests.benchmarks.harness import (
     KIB,
     MIB,
     Batch,
+    Ratio,
     Result,
     Timing,
     Variant,
@@ -144,10 +145,15 @@ def run(options: argparse.Namespace, batch: Batch, directory: Path) -> Result:
         f"{hops.store_bytes // KIB} KiB stored, {hops.load_bytes // KIB} KiB loaded",
         **_processor_notes(timings, store.us_per_block()),
     }
-    floor = FLOOR if modes["writemap"] == "on" else None
+    mapped = modes["writemap"] == "on"
+
+    def to_memcpy(what: str) -> Ratio:
+        floor, row = (FLOOR, f"lmdb.{what}") if mapped else (None, "")
+        return ratio(timings, what, MEMCPY, floor=floor, row=row, at=batch.size)
+
     ratios = (
-        ratio(timings, "put", MEMCPY, floor=floor),
-        ratio(timings, "get", MEMCPY, floor=floor),
+        to_memcpy("put"),
+        to_memcpy("get"),
         ratio(timings, "verified get", MEMCPY),
     )
     return Result(batch, options.rounds, timings, ratios, notes)

@@ -1,13 +1,16 @@
-"""vLLM's own file-system tier, driven through its `FileSystemTierManager`: one job per batch.
+"""vLLM's own file-system tier, driven through its `FileSystemTierManager`: a batch in one job, or
+in several at once.
 
-One job runs on one thread there. Its files are direct, renamed into place, not flushed and not
-checked; its memory is shared, as its pool is.
+One job runs on one thread there. It has as many threads as it has by default, or more where that
+many jobs come at once. Its files are direct, renamed into place, not flushed and not checked; its
+memory is shared, as its pool is.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +23,13 @@ from tests.benchmarks.harness import Batch, keys_of
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-__all__ = ["FileSystemTier", "missing_extension"]
+__all__ = ["STEP_SECONDS", "FileSystemTier", "missing_extension"]
+
+STEP_SECONDS = 0.0002
+"""Between two look-ups of a request that waits: far less than any step of an engine."""
+
+DEFAULT_THREADS = 16
+"""For reading, and as many for writing."""
 
 
 def missing_extension() -> str:
@@ -38,8 +47,11 @@ def missing_extension() -> str:
 class FileSystemTier:
     """A tier of files below `root`, and the memory that it moves blocks from and to."""
 
-    def __init__(self, root: Path, batch: Batch, threads: int) -> None:
-        """`threads` as the tier's `n_read_threads` and `n_write_threads`."""
+    def __init__(
+        self, root: Path, batch: Batch, threads: int = DEFAULT_THREADS, *, jobs: int = 1
+    ) -> None:
+        """Its folder is `root`; each batch is moved in so many `jobs`. `threads` as the tier's
+        `n_read_threads` and `n_write_threads`, at least as many as there are jobs."""
         from vllm.v1.kv_offload.base import (
             OffloadingKVEventsConfig,
             ReqContext,
@@ -54,7 +66,7 @@ class FileSystemTier:
         )
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-        self._batch = batch
+        self._batch, self._jobs = batch, jobs
         config = OffloadingConfig(
             groups=(OffloadingGroupConfig(32, ("layer",), 0),),
             worker_kv_bytes_per_block=batch.block_bytes,
@@ -83,8 +95,8 @@ class FileSystemTier:
             memoryview(self._map).cast("b", [batch.blocks, batch.block_bytes]),
             "fs",
             str(root),
-            n_read_threads=threads,
-            n_write_threads=threads,
+            n_read_threads=max(threads, jobs),
+            n_write_threads=max(threads, jobs),
         )
         self._key_of: Callable[[bytes, int], Any] = make_offload_key
         self._keys = self._new_keys()
@@ -100,24 +112,25 @@ class FileSystemTier:
         return bool(self.tier._use_o_direct)
 
     def save(self) -> None:
-        """Store all blocks in one job."""
+        """Store all blocks."""
         self._run(store=True)
 
     def load(self) -> None:
-        """Load all blocks in one job."""
+        """Load all blocks."""
         self._run(store=False)
 
     def _run(self, *, store: bool) -> None:
         from vllm.v1.kv_offload.tiering.base import TransferJob
 
-        self._job += 1
-        places = np.arange(self._batch.blocks, dtype=np.int32)
-        job = TransferJob(self._job, self._keys, places, not store, self._request)
-        (self.tier.submit_store if store else self.tier.submit_load)(job)
+        submit = self.tier.submit_store if store else self.tier.submit_load
+        for places in np.array_split(np.arange(self._batch.blocks, dtype=np.int32), self._jobs):
+            self._job += 1
+            keys = [self._keys[place] for place in places]
+            submit(TransferJob(self._job, keys, places, not store, self._request))
         self.tier.drain_jobs()
         results = list(self.tier.get_finished_jobs())
-        if [result.success for result in results] != [True]:
-            raise RuntimeError(f"vLLM's job failed: {results}")
+        if [result.success for result in results] != [True] * self._jobs:
+            raise RuntimeError(f"vLLM's jobs failed: {results}")
 
     def renew(self) -> None:
         """Have the next store write blocks that are not there: it would skip the others.
@@ -138,6 +151,28 @@ class FileSystemTier:
         """Raise `RuntimeError` where a load did not bring the bytes that were stored."""
         if not np.array_equal(self.memory, self._content):
             raise RuntimeError("vLLM's tier did not bring back what was stored")
+
+    def find(self) -> tuple[float, int]:
+        """Look all blocks up as vLLM's scheduler does, each at every step, for a request that is
+        new, until all are found: seconds that this takes, and steps."""
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+
+        self._job += 1
+        request = ReqContext(f"request {self._job}")
+        steps = 0
+        begin = time.perf_counter()
+        while True:
+            steps += 1
+            found = [self.tier.lookup(key, request) for key in self._keys]
+            if all(result is LookupResult.HIT for result in found):
+                break
+            if LookupResult.MISS in found:
+                raise RuntimeError("vLLM's tier does not find what it stored")
+            self.tier.on_schedule_end(ScheduleEndContext((), ()))
+            time.sleep(STEP_SECONDS)  # the model computes
+        seconds = time.perf_counter() - begin
+        self.tier.on_request_finished(request)
+        return seconds, steps
 
     def close(self) -> None:
         """End its threads."""

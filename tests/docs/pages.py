@@ -45,12 +45,13 @@ _SECTIONS: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
     ("placement.admit", "Admit", ()),
     ("limits", "Limits", ()),
     ("recompute", "Recompute", ()),
+    ("trace", "TraceSettings", ()),
     (
         "A tier of type cpu",
         "CpuSettings",
         ("At most one. Its capacity is per rank; that of all other types is per machine.", ""),
     ),
-    ("policy", "PolicySettings", ()),
+    ("eviction", "EvictionSettings", ()),
     ("A tier of type nvme", "NvmeSettings", ()),
     ("A tier of type lmdb", "LmdbSettings", ()),
 )

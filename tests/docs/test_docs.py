@@ -100,20 +100,25 @@ def test_commands_in_the_command_line_page(
     commands = [line for block in fenced("cli.md", "bash") for line in block.splitlines()]
     assert {shlex.split(line)[1] for line in commands} == {
         "backends",
+        "bench",
         "check",
         "explain",
         "export",
         "gc",
         "import",
         "ls",
+        "plan",
         "schema",
         "stat",
         "top",
         "verify",
         "vllm-args",
+        "warm",
     }
+    (tmp_path / "other.yaml").write_text(SMALL.replace("/ssd", "/other"))
     view = LiveView("manager", "", os.getpid(), {}, {}, StatsRecorder("manager").snapshot())
     answering = Answering("manager", lambda: view)  # for `top`
+    write_trace(tmp_path)
     for line in commands:
         store_example(tmp_path / "deployment.yaml")
         program, *arguments = shlex.split(line)
@@ -121,6 +126,24 @@ def test_commands_in_the_command_line_page(
         assert run(*arguments) == 0, capsys.readouterr().err
         assert capsys.readouterr().out
     answering.close()
+
+
+def write_trace(folder: Path) -> None:
+    """A trace and a model for `plan`."""
+    requests = [
+        {
+            "timestamp": 1000 * number,
+            "input_length": 1024 * (number % 3 + 1),
+            "output_length": 10,
+            "hash_ids": [100 * (number % 7) + place for place in range(2 * (number % 3 + 1))],
+        }
+        for number in range(60)
+    ]
+    (folder / "trace.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in requests))
+    (folder / "models" / "llama").mkdir(parents=True)
+    shape = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    values = {**shape, "hidden_size": 8192, "dtype": "bfloat16"}
+    (folder / "models" / "llama" / "config.json").write_text(json.dumps(values))
 
 
 EXAMPLE = Fingerprint.of({"architectures": "LlamaForCausalLM", "name": "docs"})
@@ -253,7 +276,7 @@ def test_the_plugin_in_its_page_keeps_the_contracts(
         assert code.startswith(f'"""{name}: ')
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    run = run_instance(tmp_path / "test_shelf.py", tmp_path)
+    run = run_instance(tmp_path / "test_shelf.py", tmp_path, plugins=["tests.light_children"])
     failed = [one for one in run.outcomes if one.outcome == "failed"]
     print(f"{run.passed} checks passed, {run.skipped} skipped")
     assert not failed, failed

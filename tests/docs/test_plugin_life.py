@@ -10,6 +10,7 @@ import pytest
 
 import tiered_kv.plugins
 from tests.docs.pages import fenced, page
+from tiered_kv.placement import Replay, ReplayTier, TracedRequest
 from tiered_kv.plugins import GROUP
 from tiered_kv.testing.faults import Effect
 
@@ -40,6 +41,24 @@ def test_the_life_in_the_plugins_page(
     said = capsys.readouterr().out
     print(said)
     assert "failed_blocks: corrupt" in said
+
+
+def test_the_policy_in_the_plugins_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [code] = [code for code in fenced("plugins.md", "py") if "Policy(" in code]
+    (tmp_path / "fifo_policy.py").write_text(code)
+    metadata = tmp_path / "fifo-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fifo\nVersion: 1.0\n")
+    [entry] = fenced("plugins.md", "toml")[-1:]
+    section = entry.replace('project.entry-points."tiered_kv.policies"', "tiered_kv.policies")
+    (metadata / "entry_points.txt").write_text(section.replace('"', ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    replay = Replay([ReplayTier("host", 3, "fifo")], block_tokens=8)
+    for keys in ((1, 2), (1, 3)):
+        replay.request(TracedRequest(0.0, keys, 16, 0))
+    assert replay.request(TracedRequest(0.0, (1, 2), 16, 0)) == {"host": 16}
+    assert replay.request(TracedRequest(0.0, (4, 5), 16, 0)) == {"host": 0}
+    assert replay.request(TracedRequest(0.0, (1,), 8, 0)) == {"host": 8}, "3 needed it"
 
 
 def test_the_plugins_page_names_every_effect() -> None:

@@ -110,8 +110,12 @@ def last(
 
 
 @pytest.fixture(scope="session")
-def ranks(
-    lives: Lives, tiny_hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> EngineRun:
+def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiers and the trace of `ranks` lie."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="session")
+def ranks(lives: Lives, tiny_hybrid_model: Path, ranks_folder: Path) -> EngineRun:
     """See `Lives.ranks`."""
-    return lives.ranks(tiny_hybrid_model, tmp_path_factory.mktemp("ranks"))
+    return lives.ranks(tiny_hybrid_model, ranks_folder)

@@ -180,7 +180,7 @@ class Lives:
             *(*WARM_ENGINE, "--json"),
             scratch=self.store,
             cache=self.cache,
-            multiprocess=True,
+            multiprocess=False,
         )
 
     def in_process(self) -> EngineRun:
@@ -382,8 +382,11 @@ class Lives:
         )
 
     def ranks(self, hybrid: Path, scratch: Path) -> EngineRun:
-        """Two ranks, several KV groups, several engine blocks in a block; started twice."""
-        config = deployment(scratch, [cpu(), nvme(scratch)], chunk=4, limits=LIMITS)
+        """Two ranks, several KV groups, several engine blocks in a block; started twice. It is
+        recorded what they were asked."""
+        tiers = [cpu(), nvme(scratch)]
+        trace = {"path": str(scratch / "trace")}
+        config = deployment(scratch, tiers, chunk=4, limits=LIMITS, trace=trace)
         ranks = options(hybrid, config, multiprocess=True, tensor_parallel_size=2)
         return self.run_engine(
             ranks,

@@ -41,8 +41,12 @@ def test_one_load_comes_from_host_memory_nvme_and_lmdb(
     run_engine: EngineRunner, tiny_model: Path, tmp_path: Path
 ) -> None:
     tiers = [
-        cpu(capacity=f"{HOST_BLOCKS * BLOCK_BYTES}B"),
-        nvme(tmp_path, capacity=f"{SSD_BLOCKS * BLOCK_BYTES * 3 // 2}B"),
+        cpu(capacity=f"{HOST_BLOCKS * BLOCK_BYTES}B", eviction={"policy": "lru"}),
+        nvme(
+            tmp_path,
+            capacity=f"{SSD_BLOCKS * BLOCK_BYTES * 3 // 2}B",
+            eviction={"policy": "lru"},
+        ),
         lmdb(tmp_path, capacity="256MiB"),
     ]
     settled = Sleep(1.0)

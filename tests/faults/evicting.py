@@ -17,18 +17,22 @@ __all__ = ["evict_all", "evict_from_another_process"]
 
 FIRST = 1_000
 _BATCH = 8
+_REFUSALS = 4
 
 
 def evict_all(store: BlockStore, arguments: StoreArguments) -> int:
     """Store twice the capacity; how many blocks were stored. What a reader holds up may leave no
-    room for the rest: that is a clean refusal."""
+    room for the rest: that is a clean refusal, and after some in a row no more is tried."""
     [length] = arguments.block_bytes
-    stored = 0
+    stored = refused = 0
     for first in range(FIRST, FIRST + 2 * arguments.capacity // length, _BATCH):
+        if refused == _REFUSALS:
+            break
         numbers = range(first, first + _BATCH)
         try:
             found = store.reserve([new_block(n, length=length) for n in numbers])
         except NoSpace:
+            refused += 1
             continue
         places = [place for place in found if place is not None]
         try:
@@ -36,7 +40,9 @@ def evict_all(store: BlockStore, arguments: StoreArguments) -> int:
             store.publish(places)
         except NoSpace:
             store.abandon(places)
+            refused += 1
         else:
+            refused = 0
             stored += len(places)
     return stored
 

@@ -72,7 +72,9 @@ NOT_WHILE_SERVING = {
     # Of a scrub that runs, of a tier that cannot be opened.
     *("TransferEngine.is_loading", "TransferEngine.detach_failed"),
     # Asked by nobody but tests.
-    *("HostCatalog.slot", "HostCatalog.use"),
+    "HostCatalog.slot",
+    # Of blocks that requests ask to keep for a time.
+    *("HostCatalog.lookup", "HostCatalog.drop"),
     # On the threads of stores that are opened; see the test of the stores that raise.
     "TransferEngine.attach",
     # What ranks say of tiers is noted and not asked for here.
@@ -137,7 +139,7 @@ def live(sim: Simulation, stage: Stage, saboteur: Saboteur) -> None:
             break
         sim.add(prompt)
         sim.live(Workload(abort=0.1, preempt=0.1), 20)
-        until(lambda: set(sim.lookup(prompt, "ssd")) == {Answer.HIT}, 0.5)
+        until(lambda: set(sim.lookup(prompt, "ssd")) == {Answer.HIT}, 0.15)
         # Blocks that are gone when they are read, and blocks that a flush does not wait for.
         stage.disk.faults.inject(Fault(method=Method.READ, effect=Effect.NOT_FOUND))
         ask(sim, prompt)

@@ -60,7 +60,8 @@ def test_f59_one_engine_resets_and_the_other_still_hits(kind: str, tmp_path: Pat
         go_on(one)
         store_prompt(one, tokens(2, 48))  # its tiers go on, in the new epoch
         later = set(one.lookup(SHARED))
-        assert before == later == MISS
+        assert before <= MISS | {Answer.RETRY}, "its mirror of the new epoch may not be ready yet"
+        assert later == MISS
         load_prompt(one, tokens(2, 48))
         load_prompt(other, SHARED)
         print(

@@ -12,7 +12,7 @@ from tests.faults.commands import COMMAND_SECONDS, found_by
 @pytest.mark.faults
 @pytest.mark.timeout(COMMAND_SECONDS)
 def test_engines_live_among_tiers_in_which_everything_goes_wrong(tmp_path: Path) -> None:
-    status, found = found_by("soak", "--minutes", "0.5", "--seed", "7", "--path", str(tmp_path))
+    status, found = found_by("soak", "--minutes", "0.3", "--seed", "7", "--path", str(tmp_path))
     print({name: found[name] for name in ("lives", "counts", "hits", "by_kind")})
     assert found["problems"] == []
     assert (found["wrong_bytes"], found["exceptions"], found["leaks"]) == (0, 0, 0)

@@ -65,7 +65,12 @@ def many_keys(first: int, count: int) -> list[BlockKey]:
     ]
 
 
-def fill_index(kind: Kind, arguments: StoreArguments, count: int) -> list[BlockKey]:
+def fill_index(
+    kind: Kind,
+    arguments: StoreArguments,
+    count: int,
+    make: Callable[[int, int], list[BlockKey]] = many_keys,
+) -> list[BlockKey]:
     """Make a tier whose index says that it holds `count` blocks of 4 KiB; their keys, sorted."""
     kind.open(arguments).close()
     environment = Environment.open(
@@ -77,7 +82,7 @@ def fill_index(kind: Kind, arguments: StoreArguments, count: int) -> list[BlockK
     )
     index = BlockIndex(environment, arguments.namespace, arguments.geometry)
     checksum = BlockChecksum(_BLOCK_BYTES, 0, ChecksumKind.XXH3)
-    keys = sorted(many_keys(0, count))
+    keys = sorted(make(0, count))
     for first in range(0, count, _BATCH):
         batch = keys[first : first + _BATCH]
         with environment.write() as txn:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -447,11 +450,48 @@ def test_the_key_set_is_a_set() -> None:
         else:
             ours.discard(some)
             model -= set(some)
-        asked = [choice.randrange(3000).to_bytes(4, "big") for _ in range(20)]
+        count = choice.choice((1, 20, 100, 600))
+        asked = [choice.randrange(3000).to_bytes(4, "big") for _ in range(count)]
         assert ours.contains(asked) == [one in model for one in asked]
         assert len(ours) == len(model)
     print(f"{len(model)} keys at the end")
     assert len(model) > 500
+
+
+def test_a_look_up_keeps_the_lock_of_the_interpreter() -> None:
+    keyset = KeySet()
+    keyset.add(number.to_bytes(8, "big") for number in range(100_000))
+    asked = [number.to_bytes(8, "big") for number in range(99_000, 101_000)]
+    turns = 0
+    over = threading.Event()
+
+    def want_the_lock() -> None:
+        nonlocal turns
+        while not over.is_set():
+            turns += 1
+            time.sleep(0)  # lets go of it, and wants it back
+
+    other = threading.Thread(target=want_the_lock, daemon=True)
+    other.start()
+    lost = found = 0
+    interval = sys.getswitchinterval()
+    try:
+        for number in range(300):
+            sys.setswitchinterval(60)  # nobody is made to let go of it
+            before = turns
+            found += sum(keyset.contains(asked))
+            lost += turns - before
+            sys.setswitchinterval(interval)
+            if not number % 4:
+                time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        other.join(10)
+    print(f"{found} keys found, beside a thread that had {turns} turns")
+    assert found == 300 * 1000
+    assert turns > 50
+    assert not lost, f"the lock was lost {lost} times"
 
 
 def test_a_key_set_is_taken_away_from_one_of_the_same_seed() -> None:
@@ -472,11 +512,11 @@ def test_keys_of_one_hash_count_as_one_until_the_first_goes(
 ) -> None:
     """Also those whose hash is one of the two numbers that mark a place of the table."""
 
-    def digest(key: bytes, seed: int) -> int:
+    def digest(key: bytes, seed: int) -> bytes:
         assert seed == 7
-        return key[0]
+        return key[:1].rjust(8, b"\0")
 
-    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", digest)
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", digest)
     for first in (0, 1, 2, 200):
         ours = KeySet(7)
         pair = [bytes([first, 1]), bytes([first, 2])]

@@ -45,3 +45,11 @@ def test_a_striped_tier_goes_directly_too(tmp_path: Path) -> None:
 
 def test_the_setting_decides(tmp_path: Path) -> None:
     run_scenario(MODULE, "settings_decide", tmp_path)
+
+
+def test_each_way_is_measured_by_itself(tmp_path: Path) -> None:
+    result = run_scenario("tests.stores.kvikio_bench", "bench", tmp_path)
+    assert result["chains"] == 6
+    copies = result["device copies"]
+    assert isinstance(copies, int)
+    assert copies > 0

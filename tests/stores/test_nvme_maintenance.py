@@ -222,9 +222,8 @@ class Spoiler:
         key, value = self.items("rows")[which]
         row = Row.unpack(key, value)
         assert row is not None
-        extent = Extent.of(row)
-        moved = Extent(**{name: getattr(extent, name) for name in Extent.__slots__} | fields)
-        row = Row(row.checksum, row.slot_class, moved.location(), row.generation)
+        location = Extent.of(row)._replace(**fields).location()
+        row = Row(row.checksum, row.slot_class, location, row.generation)
         self.put("rows", key, row.pack(key))
 
     def slot_of_another(self) -> int:

@@ -88,6 +88,11 @@ class Trace:
             self._event(hop, first).set()
             return self._events
 
+    def begun(self, hop: str, number: int) -> threading.Event:
+        """Set once the call of `hop` whose first block is `number` has begun."""
+        with self._lock:
+            return self._event(hop, key(number))
+
     def wait(self, hop: str, first: BlockKey) -> None:
         """Called in the call's own thread, when its work is done."""
         until = self._held.get((hop, first))
@@ -151,6 +156,7 @@ class Rig:
     staging_slots: int = 32
     tier_slots: int = 64
     ssd_writes: bool = True
+    threads: int = 2
     trace: Trace = field(default_factory=Trace)
 
     def __post_init__(self) -> None:
@@ -178,7 +184,7 @@ class Rig:
                 write_behind_share=1.0,
                 group_bytes=self.group_blocks * geometry.slot_bytes,
                 behind_bytes=self.group_blocks * geometry.slot_bytes,
-                threads_per_tier=2,
+                threads_per_tier=self.threads,
             ),
             stats=self.stats,
             caches=KVCaches.from_named({"layer": self.rows}, [["layer"]]),
@@ -242,12 +248,16 @@ class Rig:
 
     def load(self, job: int, *sources: tuple[LoadStoreSpec, Sequence[int]]) -> JobResult:
         """Block i comes from the source that names it, and goes to engine block i."""
+        return self.run(self.load_job(job, *sources))
+
+    def load_job(self, job: int, *sources: tuple[LoadStoreSpec, Sequence[int]]) -> LoadJob:
+        """What `load` runs."""
         numbers = sorted(number for _, of_part in sources for number in of_part)
         place = {number: i for i, number in enumerate(numbers)}
         parts = tuple(Part(spec, tuple(place[i] for i in of_part)) for spec, of_part in sources)
         keys = tuple(key(i) for i in numbers)
         blocks = GpuSpec(tuple(GpuBlock(0, (i,)) for i in numbers))
-        return self.run(LoadJob(JobId(job), "r", keys, Parts(parts), blocks))
+        return LoadJob(JobId(job), "r", keys, Parts(parts), blocks)
 
     def bytes_moved(self) -> dict[str, int]:
         """By hop."""
@@ -378,3 +388,54 @@ def test_reading_the_next_group_begins_before_copying_the_one_before_has_ended(
             assert read.end < copy.begin
         print(f"{len(overlapping)} of {groups - 1} copies overlap the reading of the next group")
         assert overlapping == list(range(groups - 1))
+
+
+def _most_at_once(spans: Sequence[Span]) -> int:
+    running = most = 0
+    for _, change in sorted([(s.begin, 1) for s in spans] + [(s.end, -1) for s in spans]):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def test_one_big_load_uses_all_of_the_depth(tmp_path: Path) -> None:
+    threads, groups = 4, 12
+    numbers = range(4 * groups)
+    with Rig(tmp_path, threads=threads, staging_slots=96) as rig:
+        assert rig.store(1, numbers, "ssd").ok
+        rig.trace.spans.clear()
+        for group in range(groups - threads):  # a read ends only beside `threads - 1` others
+            rig.trace.hold("ssd->cpu", 4 * group, until=("ssd->cpu", 4 * (group + threads - 1)))
+        assert rig.load(2, (stored("ssd", numbers), numbers)).ok
+        reads = [span for span in rig.trace.spans if span.hop == "ssd->cpu"]
+        print(f"{len(reads)} reads of one load, at most {_most_at_once(reads)} at once")
+        assert len(reads) == groups
+        assert _most_at_once(reads) == threads
+
+
+def test_a_small_load_is_not_behind_all_of_a_big_one(tmp_path: Path) -> None:
+    threads, groups = 2, 20
+    big, small = range(4 * groups), range(4 * groups, 4 * groups + 4)
+    with Rig(tmp_path, threads=threads, staging_slots=96, tier_slots=96) as rig:
+        assert rig.store(1, [*big, *small], "ssd").ok
+        rig.rows.fill_(-1)
+        rig.trace.spans.clear()
+        for group in range(threads):  # no read of the big load ends before the small one is there
+            rig.trace.hold("ssd->cpu", 4 * group, until=("small load", 0))
+        rig.engine.submit(rig.load_job(2, (stored("ssd", big), big)))
+        for group in range(threads):
+            assert rig.trace.begun("ssd->cpu", 4 * group).wait(PATIENCE)
+        job = rig.load_job(3, (stored("ssd", small), range(4 * groups, 4 * groups + 4)))
+        rig.engine.submit(job)
+        rig.trace.begun("small load", 0).set()
+        assert not rig.engine.wait([JobId(2), JobId(3)], PATIENCE)
+        assert all(result.ok for result in rig.engine.finished())
+        assert all(rig.held(i) == content(i) for i in (*big, *small))
+        reads = sorted(
+            (span for span in rig.trace.spans if span.hop == "ssd->cpu"), key=lambda one: one.begin
+        )
+        ahead = [span.first for span in reads].index(key(small[0]))
+        print(f"{ahead} of {groups} groups of the big load were read before the small one's")
+        assert len(reads) == groups + 1
+        # Those that were read when it came, and those that stood in line.
+        assert ahead <= 2 * (2 * threads + 1) < groups

@@ -17,14 +17,8 @@ import pytest
 
 from tests.command_line import Cli, Ran
 from tests.faults.namespaces import unshared
-from tests.stores.upkeep_tiers import (
-    OPENERS,
-    RANKS,
-    Tiers,
-    reserve_and_stay,
-    start,
-    write_until_told,
-)
+from tests.stores.upkeep_children import reserve_and_stay, write_until_told
+from tests.stores.upkeep_tiers import OPENERS, RANKS, Tiers
 from tiered_kv.testing.conformance.blocks import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -33,6 +27,7 @@ from tiered_kv.testing.conformance.blocks import (
     keys,
     put,
 )
+from tiered_kv.testing.conformance.children import start
 
 KINDS = ("nvme", "lmdb")
 ONE, TWO = NAMESPACE.id.hex(), OTHER_NAMESPACE.id.hex()

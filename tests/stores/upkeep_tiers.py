@@ -1,12 +1,10 @@
-"""Real tiers for the tests of what looks after them; importable by child processes."""
+"""Real tiers for the tests of what looks after them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.stores.lmdb_parts import open_lmdb
@@ -14,19 +12,17 @@ from tests.stores.nvme_parts import open_nvme
 from tiered_kv.config import load
 from tiered_kv.connector.assembly import Assembly
 from tiered_kv.contracts import BlockStore
-from tiered_kv.errors import NoSpace
 from tiered_kv.plugins import Plugins
 from tiered_kv.testing.conformance.blocks import (
     NAMESPACE,
     OTHER_NAMESPACE,
     StoreArguments,
-    aligned_copy,
     content,
-    new_block,
     put,
-    reserved,
 )
-from tiered_kv.testing.conformance.children import Opener, start
+from tiered_kv.testing.conformance.children import Opener
+
+__all__ = ["DATA", "OPENERS", "RANKS", "Tiers"]
 
 RANKS = 2
 OPENERS: dict[str, Opener] = {"nvme": open_nvme, "lmdb": open_lmdb}
@@ -101,62 +97,3 @@ class Tiers:
                 copies += 1
                 offset = data.find(part, offset + 1)
         assert copies, f"block {number} of rank {rank} does not lie in tier {tier}"
-
-
-def write_until_told(
-    opener: Opener, arguments: Sequence[StoreArguments], told: Connection, out: Connection
-) -> None:
-    """Child process: an engine's ranks, that store, read, evict and delete until they are told to
-    stop; tells when it began and how much it did."""
-    stores = [opener(one) for one in arguments]
-    rng = random.Random(1)
-    stored = wrong = found = refused = 0
-    first = 1000
-    while not told.poll():
-        numbers = list(range(first, first + 4))
-        for rank, store in enumerate(stores):
-            places = reserved(store, [new_block(n, rank) for n in numbers])
-            try:
-                store.write(places, [aligned_copy(content(n, rank)) for n in numbers])
-                store.publish(places)
-            except NoSpace:  # long readers keep an lmdb tier from using freed pages again
-                store.abandon(places)
-                refused += 1
-        stored += len(numbers)
-        first += 4
-        number = rng.randrange(1000, first)
-        for rank, store in enumerate(stores):
-            block = new_block(number, rank)
-            memory = aligned_copy(bytes(block.checksum.length))
-            [result] = store.read([block.key], [memory])
-            if result.checksum is not None:
-                found += 1
-                wrong += bytes(memory) != content(number, rank)
-        if stored == 40:
-            out.send("began")
-    evicted = sum(store.stat().evicted_blocks for store in stores)
-    for store in stores:
-        store.close()
-    out.send((stored, refused, found, wrong, evicted))
-
-
-def reserve_and_stay(
-    opener: Opener, arguments: StoreArguments, numbers: Sequence[int], out: Connection
-) -> None:
-    """Child process: is about to store, when it is killed."""
-    store = opener(arguments)
-    places = reserved(store, [new_block(n) for n in numbers])
-    store.write(places, [aligned_copy(content(n)) for n in numbers])
-    out.send("written")
-    out.poll(60)
-
-
-__all__ = [
-    "DATA",
-    "OPENERS",
-    "RANKS",
-    "Tiers",
-    "reserve_and_stay",
-    "start",
-    "write_until_told",
-]

@@ -13,6 +13,7 @@ from tiered_kv.config import (
     Placement,
     Recompute,
     TierSettings,
+    TraceSettings,
 )
 from tiered_kv.connector import WorkerReport
 from tiered_kv.connector.assembly import Assembly
@@ -52,6 +53,7 @@ class Stage:
     """Of each memory tier."""
     tiers: tuple[TierSettings, ...] = ()
     """Further tiers, of whatever installed type."""
+    trace: TraceSettings | None = None
     memory: MemoryTiers = field(default_factory=MemoryTiers)
     gather: Valve = field(default_factory=Valve)
     """Before gpu -> cpu."""
@@ -70,6 +72,7 @@ class Stage:
             tiers=(*host, *stores, *self.tiers),
             placement=Placement(write=self.write),
             recompute=self.recompute,
+            trace=self.trace,
             limits=Limits(
                 load_deadline=self.load_deadline,
                 store_deadline=20.0,

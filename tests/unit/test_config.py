@@ -29,7 +29,7 @@ namespace: {name: prod, weights: v3}
 store: prompt
 chunk: 8
 tiers:
-  - {name: host, type: cpu, capacity: 1GiB, policy: {type: lru}}
+  - {name: host, type: cpu, capacity: 1GiB, eviction: {policy: lru}}
   - name: ssd
     type: disk
     path: $DISK/kv
@@ -153,6 +153,17 @@ def test_what_a_tier_holds_already_counts_as_room(tmp_path: Path) -> None:
     full = replace(volume, free_bytes=0, wanted_bytes=volume.held_bytes)
     assert full.shortage is None
     assert "beside the" in str(replace(full, wanted_bytes=2 * MIB).shortage)
+
+
+def test_what_is_only_read_needs_no_room(tmp_path: Path) -> None:
+    large = DiskSettings(name="ssd", path=tmp_path / "kv", capacity=2**62)
+    shipped = large.model_copy(update={"access": "read"})
+    assert not shipped.writable
+    deployment = Deployment(tiers=(shipped,), placement=Placement(write=()))
+    require_room(deployment, ranks=1)
+    assert volumes(deployment, ranks=1) == []
+    with pytest.raises(ConfigError, match="'ssd' may grow to"):
+        require_room(Deployment(tiers=(large,)), ranks=1)
 
 
 # Overrides

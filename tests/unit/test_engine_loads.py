@@ -284,11 +284,11 @@ def test_the_loop_survives_whatever_a_handler_answers(answer: Callable[[], HopRe
 def test_staging_comes_back_whatever_a_handler_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    async def transfer(self: StoreToCpuHandler, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
+    def answer(self: StoreToCpuHandler, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
         calls.append(len(spec))
         return HopResult((cast("BlockStatus", None),) * len(spec), 0)
 
-    monkeypatch.setattr(StoreToCpuHandler, "transfer", transfer)
+    monkeypatch.setattr(StoreToCpuHandler, "_get", answer)
     with Rig() as rig:
         [result] = rig.run(rig.load(1, {fast(0, 1): range(2)}))
         assert result.statuses == (BlockStatus.TIER_ERROR,) * 2

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -523,6 +526,118 @@ def test_a_loop_that_was_stopped_takes_no_more_calls(caplog: pytest.LogCaptureFi
     assert loop.stop(0)
     assert not loop.call(print)
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+def test_a_call_keeps_the_lock_of_the_interpreter() -> None:
+    loop = LoopThread("test-loop")
+    turns = 0
+    over = threading.Event()
+
+    def want_the_lock() -> None:
+        nonlocal turns
+        while not over.is_set():
+            turns += 1
+            time.sleep(0)  # lets go of it, and wants it back
+
+    other = threading.Thread(target=want_the_lock, daemon=True)
+    other.start()
+    answered: list[int] = []
+    lost = calls = 0
+    interval = sys.getswitchinterval()
+    try:
+        for number in range(2000):
+            sys.setswitchinterval(60)  # nobody is made to let go of it
+            before = turns
+            loop.call(answered.append, number)
+            lost += turns - before
+            calls += 1
+            sys.setswitchinterval(interval)
+            if not number % 8:
+                time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        other.join(10)
+    done = threading.Event()
+    loop.call(done.set)
+    assert done.wait(10)
+    assert loop.stop(10)
+    print(f"{calls} calls, beside a thread that had {turns} turns")
+    assert answered == list(range(calls))
+    assert turns > 100
+    assert not lost, f"the lock was lost {lost} times"
+
+
+def test_a_call_that_a_signal_interrupts_silences_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = LoopThread("test-loop")
+    interrupted = 0
+
+    def interrupt(fd: int, value: int) -> None:
+        nonlocal interrupted
+        interrupted += 1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered_kv.engine.loop._eventfd_write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.call(print)
+    done = threading.Event()
+    loop.call(done.set)
+    came = done.wait(10)
+    print(f"{interrupted} calls were interrupted; the next one came: {came}")
+    assert came
+    assert loop.stop(10)
+
+
+def test_each_call_wakes_the_loop() -> None:
+    """Nothing else does: whoever calls waits until it was answered before the next one."""
+    loop = LoopThread("test-loop")
+    count = 3000
+    answered: list[int] = []
+
+    def send() -> None:
+        for number in range(count):
+            done = threading.Event()
+            assert loop.call(done.set)
+            if not done.wait(20):
+                return
+            answered.append(number)
+
+    threads = [threading.Thread(target=send) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert loop.stop(10)
+    print(f"{len(answered)} calls were answered")
+    assert len(answered) == len(threads) * count
+
+
+def test_calls_from_many_threads_all_come() -> None:
+    loop = LoopThread("test-loop")
+    came: list[tuple[int, int]] = []
+    count = 500
+
+    def send(thread: int) -> None:
+        for number in range(count):
+            assert loop.call(came.append, (thread, number))
+            if not number % 10:
+                time.sleep(0)
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    done = threading.Event()
+    loop.call(done.set)
+    assert done.wait(10)
+    assert loop.stop(10)
+    print(f"{len(came)} calls came")
+    for sender in range(len(threads)):
+        assert [number for who, number in came if who == sender] == list(range(count))
 
 
 @pytest.mark.parametrize(

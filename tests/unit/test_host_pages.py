@@ -217,10 +217,10 @@ class TestRoom:
         assert room.free_bytes == 0
 
     def test_this_machine(self) -> None:
-        machine, *groups = memory_rooms()
-        print(machine, groups)
-        assert machine.free_bytes > 0
-        assert host_memory().free_bytes <= machine.free_bytes
+        rooms = memory_rooms()
+        print(rooms)
+        assert rooms[0].free_bytes > 0
+        assert host_memory().place in {room.place for room in rooms}
 
     def test_a_machine_that_shows_nothing_bounds_by_its_free_pages(self, tmp_path: Path) -> None:
         [machine] = memory_rooms(tmp_path)

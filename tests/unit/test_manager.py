@@ -13,6 +13,7 @@ from tiered_kv.connector.requests import allowed_tiers
 from tiered_kv.contracts import BlockStore
 from tiered_kv.errors import ConfigError, IdentityError, TierError
 from tiered_kv.index import Mirror
+from tiered_kv.placement import BUILT_IN
 from tiered_kv.specs import CpuSpec, KeySpec, Part, SlotRef
 from tiered_kv.values import (
     BlockKey,
@@ -43,6 +44,7 @@ class MirrorDouble:
     closed: list[float] = field(default_factory=list)
     """How long each `close` was willing to wait."""
     hangs: bool = False
+    version: object = 0
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool | None]:
         return [self.known.get(key, False) for key in keys]
@@ -103,13 +105,15 @@ class Bench:
 
     def store(self, *names: str, ranks: int = 1) -> tuple[SlotRef, ...]:
         """Store blocks in the host tier, first hop and write-behind done."""
-        plan = self.manager.prepare_store("storing", keys(*names))
+        request = f"storing {names[0]}"
+        plan = self.manager.prepare_store(request, keys(*names))
         assert plan.keys == tuple(keys(*names))
         assert plan.targets.first is not None
         slots = plan.targets.first.slots
         released = tuple((rank, slot) for rank in range(ranks) for slot in slots)
         self.manager.take_report(WorkerReport(released=released))
         self.manager.complete_store(plan.keys)
+        self.manager.on_request_finished(request)
         return slots
 
 
@@ -146,6 +150,7 @@ def bench(
         world_size=world,
         min_uses=min_uses,
         on_reset=on_reset,
+        policy=BUILT_IN["lru"].make,
         clock=clock,
     )
     manager.attach([handshake(rank, world, slots if host else 0) for rank in range(world)])
@@ -243,9 +248,9 @@ def test_a_slot_in_use_by_write_behind_is_not_given_out() -> None:
     [slot] = plan.targets.first.slots
     b.manager.complete_store(plan.keys)
     b.manager.take_report(WorkerReport(released=((0, slot),)))
-    assert b.manager.prepare_store("r", keys("b")).keys == ()
+    assert b.manager.prepare_store("s", keys("b")).keys == ()
     b.manager.take_report(WorkerReport(released=((1, slot),)))
-    again = b.manager.prepare_store("r", keys("b"))
+    again = b.manager.prepare_store("s", keys("b"))
     assert again.targets.first is not None
     assert again.targets.first.slots == (SlotRef(slot.number, slot.generation + 1),)
 
@@ -273,7 +278,7 @@ def test_a_failed_store_leaves_no_trace() -> None:
     failed = FailedBlock(keys("a")[0], BlockStatus.CANCELLED, "r")
     b.manager.take_report(WorkerReport(failed_stores=(failed,)))
     b.manager.complete_store(plan.keys)
-    assert b.answers("q", keys("a", "b")) == [Answer.MISS, Answer.HIT]
+    assert b.answers("q", keys("a", "b")) == [Answer.MISS, Answer.MISS], "b is of no use alone"
     assert b.manager.prepare_store("r", keys("a")).keys == tuple(keys("a"))
 
 
@@ -364,8 +369,8 @@ def test_blocks_of_an_adapter_without_identity_stay_in_the_host_tier() -> None:
     b.manager.on_new_request("lora")
     b.manager.keep_in_host("lora")
     assert b.answers("lora", keys("z")) == [Answer.MISS]
-    plan = b.manager.prepare_store("lora", keys("a"))
-    assert plan.keys == tuple(keys("a"))
+    plan = b.manager.prepare_store("lora", keys("z", "a"))
+    assert plan.keys == tuple(keys("z", "a"))
     assert plan.targets.behind == ()
 
 

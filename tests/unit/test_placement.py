@@ -58,10 +58,9 @@ class TestLru:
     def test_least_recently_used_goes_first(self) -> None:
         policy: EvictionPolicy[str] = LruPolicy()
         for key in "abcd":
-            policy.add(key)
-        policy.use("a")
-        policy.add("b")
-        policy.use("unknown")
+            policy.add([key])
+        policy.wanted(["a", "unknown"], 1.0)
+        policy.add(["b"])
         policy.remove("c")
         policy.remove("unknown")
         assert list(policy.victims()) == ["d", "a", "b"]
@@ -95,7 +94,7 @@ class TestCatalog:
         given = host.allocate(k("d"), 1)
         assert given.evicted == (b"c",), "the end of a prefix goes before its beginning"
         assert given.slots == {b"d": SlotRef(2, 2)}
-        host.use(k("a", "b"))
+        host.wanted(k("a", "b", "c"))
         host.stored(list(given.slots.values()))
         host.release(SlotRef(2, 2), 0)
         assert host.allocate(k("e"), 1).evicted == (b"b",)
@@ -119,7 +118,7 @@ class TestCatalog:
             host.stored([])
             host.store_failed([])
             host.forget([])
-            host.use([])
+            host.wanted([])
             host.lease([], "r", 1.0)
             host.end_lease("r")
             host.reset()
@@ -396,10 +395,16 @@ class CatalogMachine(RuleBasedStateMachine):
                 self.host.pin(keys)
             return
         assert self.host.pin(keys) == tuple(use.ref for use in ready)
-        for use in reversed(ready):
+        for use in ready:
             use.pins += 1
-            self.order.remove(use.key)
-            self.order.append(use.key)
+
+    @rule(keys=NAMES)
+    def wanted(self, keys: list[BlockKey]) -> None:
+        self.host.wanted(keys)
+        for key in reversed(keys):
+            if key in self.order:
+                self.order.remove(key)
+                self.order.append(key)
 
     @precondition(lambda self: self.uses)
     @rule(data=st.data())

@@ -367,9 +367,9 @@ def test_what_was_brought_is_kept_until_its_first_load_or_for_a_while() -> None:
     assert slow.answers("q", "a", "b") == [HIT, HIT]
     slow.load("q", "a")
     slow.manager.on_request_finished("q")
-    assert slow.manager.prepare_store("s", keys("u", "v")).evicted == tuple(keys("z", "y"))
+    assert slow.manager.prepare_store("s2", keys("u", "v")).evicted == tuple(keys("z", "y"))
     slow.bench.clock.now += KEEP_SECONDS
-    assert slow.manager.prepare_store("s", keys("t")).evicted == tuple(keys("b"))
+    assert slow.manager.prepare_store("s3", keys("t")).evicted == tuple(keys("b"))
 
 
 def test_stores_leave_slots_for_promotions_where_a_tier_is_slow() -> None:

@@ -12,6 +12,7 @@ import typer
 
 from tiered_kv import __version__
 from tiered_kv.cli.backends import backends
+from tiered_kv.cli.bench import bench
 from tiered_kv.cli.check import check
 from tiered_kv.cli.demo import demo
 from tiered_kv.cli.explain import explain
@@ -20,6 +21,7 @@ from tiered_kv.cli.gc import gc
 from tiered_kv.cli.import_archive import import_archive
 from tiered_kv.cli.ls import ls
 from tiered_kv.cli.output import FAILED, REFUSED
+from tiered_kv.cli.plan import plan
 from tiered_kv.cli.schema import schema
 from tiered_kv.cli.stat import stat
 from tiered_kv.cli.top import top
@@ -39,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(demo, check, explain, backends, vllm_args, warm, schema),
+    *(demo, check, explain, bench, backends, vllm_args, warm, plan, schema),
     *(ls, stat, verify, gc, export, top),
 )
 for command in _COMMANDS:

@@ -56,6 +56,11 @@ Rank = Annotated[
     ),
 ]
 
+Rate = Annotated[
+    str | None,
+    typer.Option("--rate", metavar="SIZE", help="Most bytes per second.", show_default=False),
+]
+
 
 def export(
     config: Config,
@@ -64,21 +69,23 @@ def export(
     namespace: Which,
     limit: Limit = None,
     rank: Rank = None,
+    rate: Rate = None,
     as_json: Json = False,
 ) -> None:
-    """Write the blocks of a namespace to one file that tells everything needed to import it. Each
-    block is verified before it is written. Engines may run meanwhile.
+    """Write the blocks of a namespace to one file that tells everything needed to import it, the
+    most used first. Each block is verified before it is written. Engines may run meanwhile.
 
     Exits 1 if blocks were left out because they are damaged, or if --limit leaves room for none.
     """
     from tiered_kv.cli.output import print_json
 
     most_bytes = None if limit is None else read_size(limit)
+    bytes_per_second = None if rate is None else read_size(rate)
     [source] = store_tiers(config, tier)
     stored = chosen({tier: source.namespaces()}, namespace)[tier]
     ranks = _ranks(stored, rank)
     with _target(file) as stream:
-        done = _export(source, stored, ranks, stream, most_bytes)
+        done = _export(source, stored, ranks, stream, most_bytes, bytes_per_second)
         bad = done.corrupt + done.unreadable
         if limit is not None and stored.blocks and not (done.blocks or bad or done.missing):
             raise ArchiveError(f"no block of {len(ranks)} ranks fits into --limit {limit}")
@@ -129,9 +136,11 @@ def _export(
     ranks: tuple[int, ...],
     stream: WritableStream,
     most_bytes: int | None,
+    rate: int | None,
 ) -> Exported:
     from tiered_kv.cli.progress import Progress
-    from tiered_kv.upkeep import ArchiveContents, ArchiveWriter, export_blocks
+    from tiered_kv.cli.warm_copy import paced
+    from tiered_kv.upkeep import ArchiveContents, ArchiveWriter, export_blocks, most_used_first
 
     contents = ArchiveContents(stored.namespace, stored.geometry, ranks)
     with ExitStack() as stack:
@@ -140,11 +149,12 @@ def _export(
         progress.stage(f"tier {source.name}: exporting {stored.namespace.id.hex()}")
         return export_blocks(
             stores,
-            stores[ranks[0]].scan(),
+            most_used_first(stores[ranks[0]]),
             ArchiveWriter(stream, contents),
             block_bytes=contents.block_bytes,
             most_bytes=most_bytes,
             progress=lambda parts: progress.advance(parts, f"tier {source.name}"),
+            pace=paced(rate),
         )
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiered_kv.cli.output import FAILED, Config, Json, bytes_text, print_json, warn
+from tiered_kv.cli.acceptance import accept
+from tiered_kv.cli.output import FAILED, Config, Json, bytes_text, print_json, read_size, warn
 from tiered_kv.cli.tending import StoreTier, store_tiers
 from tiered_kv.errors import ArchiveError, ConfigError, reason_in
 
 if TYPE_CHECKING:
     from tiered_kv.contracts import BlockStore, StoredNamespace
     from tiered_kv.upkeep import ArchiveContents, ArchiveReader, Imported, ReadableStream
-    from tiered_kv.values import CacheGeometry
 
 __all__ = ["import_archive"]
 
@@ -43,23 +43,45 @@ Expect = Annotated[
     ),
 ]
 
+NewNamespace = Annotated[
+    bool,
+    typer.Option(
+        "--new-namespace",
+        help="Store it also beside namespaces of other fingerprints, for an engine to come.",
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option("--rate", metavar="SIZE", help="Most bytes per second.", show_default=False),
+]
+
 
 def import_archive(
-    config: Config, file: File, tier: Into, expect: Expect = None, as_json: Json = False
+    config: Config,
+    file: File,
+    tier: Into,
+    expect: Expect = None,
+    new_namespace: NewNamespace = False,
+    rate: Rate = None,
+    as_json: Json = False,
 ) -> None:
     """Store the blocks of an exported file in a tier, in the namespace that the file names. Each
     block is verified before it is stored; what is there is skipped. Engines may run meanwhile.
+
+    A file of another fingerprint than that of the engines which used the tier is refused: they
+    would not find its blocks.
 
     Exits 1 if the file is damaged or the tier is full; what was stored before stays.
     """
     from tiered_kv.upkeep import ArchiveReader
 
+    bytes_per_second = None if rate is None else read_size(rate)
     [target] = store_tiers(config, tier)
     target.require_writable("nothing can be imported")
     with _source(file) as stream:
         reader = ArchiveReader(stream)
-        stored = _accept(reader.contents, target, expect)
-        done, evicted = _import(reader, target, stored)
+        stored = _accept(reader.contents, target, expect, new=new_namespace)
+        done, evicted = _import(reader, target, stored, bytes_per_second)
     _tell(done, evicted, reader, target, file, as_json=as_json)
     if done.refused:
         warn(f"{done.refused} parts of blocks are damaged in {file} and were not stored")
@@ -72,35 +94,22 @@ def import_archive(
         raise typer.Exit(FAILED)
 
 
-def _accept(contents: ArchiveContents, target: StoreTier, expect: str | None) -> StoredNamespace:
-    """What is to be stored, if the tier does not know this namespace otherwise.
-
-    Raises:
-        ConfigError: it does, or another namespace is expected.
-    """
-    from tiered_kv.contracts import StoredNamespace
-
+def _accept(
+    contents: ArchiveContents, target: StoreTier, expect: str | None, *, new: bool
+) -> StoredNamespace:
     name = contents.namespace.id.hex()
     if expect is not None and not (expect and name.startswith(expect.lower())):
         raise ConfigError(f"the file is of namespace {name}, and --expect says {expect}")
-    for known in target.namespaces():
-        if known.namespace.id == contents.namespace.id and known.geometry != contents.geometry:
-            raise ConfigError(
-                f"tier {target.name!r} holds namespace {name} with blocks of another shape than "
-                f"the file: {_shape(known.geometry)} there, {_shape(contents.geometry)} here"
-            )
-    return StoredNamespace(contents.namespace, contents.geometry, 0, 0, in_use=False)
-
-
-def _shape(geometry: CacheGeometry) -> str:
-    groups = ", ".join(str(group.block_bytes) for group in geometry.groups)
-    return f"{geometry.world_size} ranks, blocks of {groups} bytes"
+    # Who says which namespace it must be needs not be told that it is a new one.
+    new = new or expect is not None
+    return accept(contents.namespace, contents.geometry, target, source="the file", new=new)
 
 
 def _import(
-    reader: ArchiveReader, target: StoreTier, stored: StoredNamespace
+    reader: ArchiveReader, target: StoreTier, stored: StoredNamespace, rate: int | None
 ) -> tuple[Imported, int]:
     from tiered_kv.cli.progress import Progress
+    from tiered_kv.cli.warm_copy import paced
     from tiered_kv.upkeep import MOVE_BATCH_BYTES, import_blocks
 
     opened: dict[int, BlockStore] = {}
@@ -118,6 +127,7 @@ def _import(
             store_of,
             batch_bytes=max(1, min(MOVE_BATCH_BYTES, target.settings.capacity // _BATCHES)),
             progress=lambda parts: progress.advance(parts, f"tier {target.name}"),
+            pace=paced(rate),
         )
         return done, sum(store.stat().evicted_blocks for store in opened.values())
 

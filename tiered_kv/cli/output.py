@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -96,18 +96,28 @@ def print_json(value: Any) -> None:
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, whole: str = ""
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    whole: str = "",
+    numbers: Collection[str] = (),
+    sections: bool = False,
 ) -> None:
     """Print a table to stdout; whole cells where it does not go to a terminal, and in the column
-    `whole` there too."""
+    `whole` there too. Columns of `numbers` are flush right; with `sections` there is a line above
+    each row whose first cell is not empty."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column == whole)
+        flush: Literal["right", "left"] = "right" if column in numbers else "left"
+        table.add_column(column, overflow="fold", no_wrap=column == whole, justify=flush)
     for row in rows:
+        if sections and row[0]:
+            table.add_section()
         table.add_row(*(Text(cell) for cell in row))  # Text: no cell is read as markup
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 

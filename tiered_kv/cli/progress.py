@@ -77,12 +77,17 @@ class Progress:
         elapsed = time.monotonic() - self._began
         self._console.print(f"[{elapsed:5.0f} s] {text}", markup=False)
 
-    def step(self, text: str) -> None:
-        """One step is done."""
+    def step(self, text: str, steps: int = 1) -> None:
+        """A step, or some that are one for the user, are done."""
         if self._live is None:
             self.stage(f"  {text}")
         else:
-            self._live.update(self._task, advance=1, description=text)
+            self._live.update(self._task, advance=steps, description=text)
+
+    def skip(self, steps: int) -> None:
+        """So many steps need not be done."""
+        if self._live is not None:
+            self._live.update(self._task, advance=steps)
 
     def advance(self, steps: int, text: str) -> None:
         """Some of many small steps are done: a line every ten seconds, not one per step."""

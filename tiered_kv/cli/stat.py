@@ -3,10 +3,8 @@ namespaces differ."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from tiered_kv.contracts import StoredNamespace
     from tiered_kv.upkeep import Resemblance
 
-__all__ = ["stat"]
+__all__ = ["TierState", "stat", "state_of"]
 
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also every field of each namespace's fingerprint.")
@@ -35,7 +33,9 @@ Verbose = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class TierState:
+    """How full and how worn a tier is, and what is in effect."""
+
     capacity_bytes: int
     used_bytes: int
     room_bytes: int
@@ -52,6 +52,7 @@ class _State:
 
     @property
     def blocks(self) -> int:
+        """Visible blocks of all namespaces."""
         return sum(stored.blocks for stored in self.namespaces)
 
 
@@ -61,7 +62,7 @@ def stat(
     """Show how full and how worn each tier is and what is in effect, and which namespaces differ in
     so few fields that one may have turned cold when an engine was started with other arguments."""
     tiers = store_tiers(config, tier)
-    states = tend(tiers, _state)
+    states = tend(tiers, state_of)
     if as_json:
         print_json({"config": str(config), "tiers": states.entries(tiers, _as_json)})
     else:
@@ -70,7 +71,9 @@ def stat(
         raise typer.Exit(FAILED)
 
 
-def _state(tier: StoreTier) -> _State:
+def state_of(tier: StoreTier) -> TierState:
+    """How full and how worn a tier is."""
+    from tiered_kv.config.room import free_above_floor
     from tiered_kv.upkeep import resemblances
 
     namespaces = tier.namespaces()
@@ -89,8 +92,8 @@ def _state(tier: StoreTier) -> _State:
             modes["access"] = getattr(tier.settings, "access", modes["access"])
     room = max(0, capacity - used)
     for directory in tier.settings.directories.values():
-        room = min(room, _free_bytes(tier, directory))
-    return _State(
+        room = min(room, free_above_floor(tier.settings, directory))
+    return TierState(
         capacity,
         used,
         room if tier.settings.writable else 0,
@@ -103,18 +106,7 @@ def _state(tier: StoreTier) -> _State:
     )
 
 
-def _free_bytes(tier: StoreTier, directory: Path) -> int:
-    """What the file system has above the tier's `min_free`."""
-    from tiered_kv.config import SizeOrPercent
-    from tiered_kv.config.room import existing_parent
-
-    disk = os.statvfs(existing_parent(directory))
-    floor = getattr(tier.settings, "min_free", None)
-    kept = floor.of(disk.f_blocks * disk.f_frsize) if isinstance(floor, SizeOrPercent) else 0
-    return max(0, disk.f_bavail * disk.f_frsize - kept)
-
-
-def _as_json(state: _State) -> dict[str, Any]:
+def _as_json(state: TierState) -> dict[str, Any]:
     return {
         "capacity_bytes": state.capacity_bytes,
         "used_bytes": state.used_bytes,
@@ -150,7 +142,7 @@ def _as_json(state: _State) -> dict[str, Any]:
     }
 
 
-def _print(states: Mapping[str, _State], *, verbose: bool) -> None:
+def _print(states: Mapping[str, TierState], *, verbose: bool) -> None:
     from tiered_kv.upkeep import properties
 
     print_table(
@@ -201,7 +193,7 @@ def _print(states: Mapping[str, _State], *, verbose: bool) -> None:
             )
 
 
-def _alike_rows(tier: str, state: _State) -> list[tuple[str, str, str, str]]:
+def _alike_rows(tier: str, state: TierState) -> list[tuple[str, str, str, str]]:
     return [
         (tier, namespace.hex(), field, value)
         for one in state.alike

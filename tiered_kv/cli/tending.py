@@ -93,7 +93,7 @@ class StoreTier:
         that is read only: an engine's store may drop what a lowered capacity has no room for."""
         with _blamed(self.name):
             geometry = replace(stored.geometry, rank=rank)
-            looking = self if writable else self._read_only()
+            looking = self if writable else self.read_only()
             opened = looking._assembly().open_namespace(
                 self.name, geometry, stored.namespace, writable=writable
             )
@@ -102,7 +102,8 @@ class StoreTier:
             finally:
                 opened.close()
 
-    def _read_only(self) -> StoreTier:
+    def read_only(self) -> StoreTier:
+        """The same tier as one that may only be read, where its type knows such."""
         if "access" not in type(self.settings).model_fields:
             return self
         settings = self.settings.model_copy(update={"access": "read"})

@@ -1,45 +1,30 @@
-"""`tiered-kv warm`: put prompts into the tiers before anyone asks, through the real engine."""
+"""`tiered-kv warm`: fill the tiers before anyone asks, with prompts or from another store."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiered_kv.cli.output import (
-    FAILED,
-    Json,
-    bytes_text,
-    print_json,
-    read_seconds,
-    warn,
-)
+from tiered_kv.cli.output import FAILED, Json, print_json, read_seconds, read_size, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tiered_kv.cli.progress import Progress
-    from tiered_kv.cli.prompt_file import PromptLine
-    from tiered_kv.stats import StatsSnapshot
-    from tiered_kv.vllm.engine_process import EngineProcess, PromptLimits, PromptText
+    from tiered_kv.cli.prompt_file import PlacedPrompt
+    from tiered_kv.config import Deployment
 
 __all__ = ["warm"]
 
-SAMPLE = 3
-"""How many prompts are loaded back to see that it worked."""
-
-File = Annotated[
-    Path,
+Files = Annotated[
+    list[str] | None,
     typer.Argument(
         metavar="FILE",
-        help="One prompt a line; or JSONL with prompt, messages or token_ids.",
+        help="Files with one prompt a line, or JSONL with prompt, messages or token_ids; "
+        "directories of documents; - for standard input.",
         show_default=False,
     ),
 ]
@@ -50,9 +35,19 @@ Deployed = Annotated[
     ),
 ]
 Model = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--model", metavar="MODEL", help="Name or folder, as vLLM takes it.", show_default=False
+    ),
+]
+Tiers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tier",
+        metavar="NAME",
+        help="A tier to warm; may be repeated. By default all that are written and outlive their "
+        "engine.",
+        show_default=False,
     ),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="As vLLM's.", show_default=False)]
@@ -74,115 +69,232 @@ EngineArguments = Annotated[
         "blocks, so give what the serving engine gets.",
     ),
 ]
+Whole = Annotated[
+    bool,
+    typer.Option("--whole-files", help="Each FILE that is no JSONL is one prompt, not one a line."),
+]
+Batch = Annotated[
+    int,
+    typer.Option(
+        "--batch",
+        min=1,
+        help="Prompts that the engine computes side by side; after each batch its blocks are "
+        "published.",
+    ),
+]
+Sample = Annotated[
+    int, typer.Option("--sample", min=0, help="Prompts that are loaded back from each tier.")
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Only say how much it would be: tokens, bytes, time. No engine starts."
+    ),
+]
+PrefillRate = Annotated[
+    float | None,
+    typer.Option(
+        "--tokens-per-second",
+        min=1.0,
+        help="With --dry-run: how fast the engine computes prompts.",
+        show_default=False,
+    ),
+]
 Timeout = Annotated[
     str,
     typer.Option(
-        "--timeout", metavar="DURATION", help="For what is left to be written in the end."
+        "--timeout", metavar="DURATION", help="For what a batch leaves to be written behind."
+    ),
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="STORE",
+        help="Copy blocks of another store, without an engine: its directory, or CONFIG:TIER.",
+        show_default=False,
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(
+        "--rate", metavar="SIZE", help="With --from: most bytes per second.", show_default=False
+    ),
+]
+MostBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--max-bytes", metavar="SIZE", help="With --from: most bytes in all.", show_default=False
+    ),
+]
+Which = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        metavar="ID",
+        help="With --from: id of the namespace to copy, as `ls` shows it; its beginning is enough.",
+        show_default=False,
+    ),
+]
+Unknown = Annotated[
+    bool,
+    typer.Option(
+        "--new-namespace",
+        help="With --from: copy also where the tier's engines have another fingerprint.",
     ),
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """A prompt that was loaded back."""
-
-    line: int
-    prompt_tokens: int
-    expected_tokens: int
-    """What the tiers supplied before the engine was ended."""
-    loaded_tokens: int
-    """What they supplied to a new engine."""
-
-
 def warm(
-    file: File,
     config: Deployed,
-    model: Model,
+    files: Files = None,
+    model: Model = None,
+    tier: Tiers = None,
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
     block_size: EngineBlock = None,
     engine_args: EngineArguments = "{}",
+    whole_files: Whole = False,
+    batch: Batch = 8,
+    sample: Sample = 3,
+    dry_run: DryRun = False,
+    tokens_per_second: PrefillRate = None,
     timeout: Timeout = "10min",
+    source: From = None,
+    rate: Rate = None,
+    max_bytes: MostBytes = None,
+    namespace: Which = None,
+    new_namespace: Unknown = False,
     as_json: Json = False,
 ) -> None:
-    """Compute the prompts of FILE on vLLM, store their blocks, and load a sample back.
+    """Compute the prompts of FILEs on vLLM and store their blocks, then load a sample back; or,
+    with --from, copy the blocks of another store, the most used first.
 
-    The sample is loaded by a new engine, so that what is found has outlived its process. Exits 1
-    if the sample was not found, 2 if FILE or CONFIG has a mistake; then nothing was stored.
+    What is there already is skipped, so that an interrupted warm-up goes on where it was. The
+    sample is loaded by a new engine: what it finds has outlived its process.
+
+    Exits 1 if a tier lacks blocks in the end or the sample was not found, 2 if FILE or CONFIG has
+    a mistake; then nothing was stored.
     """
-    from tiered_kv.cli.progress import Progress
-    from tiered_kv.cli.prompt_file import read_prompts
-    from tiered_kv.cli.traffic import traffic
-    from tiered_kv.cli.vllm_args import engine_arguments
     from tiered_kv.config import load
-    from tiered_kv.errors import ConfigError
     from tiered_kv.plugins import Plugins
-    from tiered_kv.vllm.engine_process import require_vllm
 
-    seconds = read_seconds(timeout)
-    further = _engine_arguments(engine_args)
-    lines = read_prompts(file)
-    deployment = load(config, Plugins())
-    if not any(tier in deployment.write_order for tier in deployment.stores):
-        raise ConfigError(
-            f"{config}: no tier that outlives its process may be written, so there is nothing to "
-            "warm; name one in placement.write",
-            file=config,
-            key="placement.write",
+    if source is not None:
+        from tiered_kv.cli.warm_copy import Copying, copy_blocks_of
+
+        if files or model is not None:
+            raise typer.BadParameter("takes neither FILE nor --model", param_hint="--from")
+        copy_blocks_of(
+            Copying(
+                source=source,
+                config=config,
+                tiers=tuple(tier or ()),
+                namespace=namespace,
+                rate=None if rate is None else read_size(rate),
+                most_bytes=None if max_bytes is None else read_size(max_bytes),
+                new_namespace=new_namespace,
+                dry_run=dry_run,
+            ),
+            as_json=as_json,
         )
-    require_vllm()
+        return
+    for name, value in (("--rate", rate), ("--max-bytes", max_bytes), ("--namespace", namespace)):
+        if value is not None:
+            raise typer.BadParameter("is for --from", param_hint=name)
+    if not files:
+        raise typer.BadParameter(
+            "name files with prompts, or a store with --from", param_hint="FILE"
+        )
+    if model is None:
+        raise typer.BadParameter("is needed to compute prompts", param_hint="--model")
+
+    from tiered_kv.cli.prompt_sources import read_sources
+    from tiered_kv.cli.warm_deployment import tiers_to_warm
+
     given = {"dtype": dtype, "max_model_len": max_model_len, "block_size": block_size}
     arguments = {
         "model": model,
         "enable_prefix_caching": True,
         **{name: value for name, value in given.items() if value is not None},
-        **further,
-        **engine_arguments(config),
+        **_engine_arguments(engine_args),
     }
-    tiers = {tier.name: tier.type for tier in deployment.tiers}
+    plugins = Plugins()
+    deployment = load(config, plugins)
+    job = _Job(
+        deployment=deployment,
+        tiers=tiers_to_warm(deployment, tier or (), config),
+        arguments=arguments,
+        batch=batch,
+        sample=sample,
+        seconds=read_seconds(timeout),
+        as_json=as_json,
+    )
+    prompts = read_sources(files, whole=whole_files)
+    if dry_run:
+        from tiered_kv.cli.warm_estimate import estimate, print_estimate
+
+        found = estimate(deployment, plugins, job.tiers, arguments, prompts, tokens_per_second)
+        print_estimate(found, as_json=as_json)
+        return
+    _warm(job, files, prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """How prompts are to be stored."""
+
+    deployment: Deployment
+    tiers: tuple[str, ...]
+    arguments: dict[str, Any]
+    batch: int
+    sample: int
+    seconds: float
+    as_json: bool
+
+
+def _warm(job: _Job, files: list[str], prompts: list[PlacedPrompt]) -> None:
+    from tiered_kv.cli.progress import Progress
+    from tiered_kv.cli.vllm_args import engine_arguments
+    from tiered_kv.cli.warm_deployment import write_deployment
+    from tiered_kv.cli.warm_report import complaints, print_report, report_as_json
+    from tiered_kv.cli.warming import Warming
+    from tiered_kv.vllm.engine_process import require_vllm
+
+    require_vllm()
+    types = {name: job.deployment.tier(name).type for name in job.tiers}
     began = time.monotonic()
     with (
-        tempfile.TemporaryDirectory(prefix="tiered-kv-warm-") as folder,
-        Progress(len(lines)) as progress,
+        tempfile.TemporaryDirectory(prefix="tiered-kv-warm-") as name,
+        Progress(len(prompts)) as progress,
     ):
-        run = _Warming(Path(folder), arguments, file, lines, seconds, progress)
-        stored = run.store()
-        loaded, sampled = run.load_back()
-    moved = traffic(tiers, stored, loaded)
-    hit = bool(sampled) and all(s.loaded_tokens >= s.expected_tokens > 0 for s in sampled)
-    if as_json:
-        print_json(
-            {
-                "file": str(file),
-                "prompts": len(lines),
-                "prompt_tokens": run.prompt_tokens,
-                "tiers": moved.tiers_as_json(),
-                "hops": moved.hops_as_json(),
-                "sample": [
-                    {
-                        "line": s.line,
-                        "prompt_tokens": s.prompt_tokens,
-                        "expected_tokens": s.expected_tokens,
-                        "loaded_tokens": s.loaded_tokens,
-                    }
-                    for s in sampled
-                ],
-                "hit": hit,
-                "seconds": time.monotonic() - began,
-            }
+        folder = Path(name)
+        write_deployment(job.deployment, job.tiers, folder / "deployment.yaml")
+        warming = Warming(
+            folder,
+            job.arguments | engine_arguments(folder / "deployment.yaml"),
+            prompts,
+            job.tiers,
+            batch=job.batch,
+            sample=job.sample,
+            seconds=job.seconds,
+            progress=progress,
         )
+        try:
+            warmed = warming.run()
+        except KeyboardInterrupt:
+            done = warming.result
+            progress.stage(
+                f"interrupted: {done.done_prompts} of {done.prompts} prompts are stored; the same "
+                "command goes on from there"
+            )
+            raise
+    if job.as_json:
+        print_json(report_as_json(warmed, types, files, time.monotonic() - began))
     else:
-        moved.print_tables()
-        total = sum(moved.stored(tier.name).bytes for tier in deployment.stores)
-        typer.echo(
-            f"{len(lines)} prompts, {run.prompt_tokens} tokens; {bytes_text(total)} stored; "
-            f"sample of {len(sampled)} after a restart: "
-            f"{sum(s.loaded_tokens for s in sampled)} tokens loaded of "
-            f"{sum(s.prompt_tokens for s in sampled)}"
-        )
-    for line in _complaints(file, sampled):
+        print_report(warmed, types)
+    for line in complaints(warmed, types):
         warn(line)
-    if not hit:
+    if not (warmed.complete and warmed.hit):
         raise typer.Exit(FAILED)
 
 
@@ -194,147 +306,3 @@ def _engine_arguments(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise typer.BadParameter("is not a JSON object", param_hint="--engine-args")
     return value
-
-
-def _complaints(file: Path, sampled: Sequence[_Sampled]) -> list[str]:
-    if not sampled:
-        return ["no prompt is as long as an engine block, so nothing could be stored"]
-    found: list[str] = []
-    for s in sampled:
-        if s.expected_tokens == 0:
-            found.append(f"{file}:{s.line}: {s.prompt_tokens} tokens, of which none was stored")
-        elif s.loaded_tokens < s.expected_tokens:
-            found.append(
-                f"{file}:{s.line}: {s.loaded_tokens} of {s.expected_tokens} stored tokens were "
-                "found again; the tiers may be smaller than what FILE needs"
-            )
-    return found
-
-
-class _Warming:
-    """The two engines, one after the other."""
-
-    def __init__(
-        self,
-        folder: Path,
-        arguments: Mapping[str, Any],
-        file: Path,
-        lines: Sequence[PromptLine],
-        seconds: float,
-        progress: Progress,
-    ) -> None:
-        self._folder = folder
-        self._arguments = arguments
-        self._file = file
-        self._lines = lines
-        self._seconds = seconds
-        self._progress = progress
-        self._prompts: list[tuple[int, ...]] = []
-        self._sample: list[int] = []
-        self._expected: list[int] = []
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(map(len, self._prompts))
-
-    def store(self) -> StatsSnapshot:
-        """Compute all prompts, and wait until they are in all tiers.
-
-        Raises:
-            ConfigError: a prompt does not fit the model; nothing was stored.
-            TieredKVError: the engine or a tier failed.
-        """
-        with self._engine("warming") as engine:
-            limits = engine.limits()
-            self._prompts = self._encoded(engine)
-            self._check(limits)
-            for line, ids in zip(self._lines, self._prompts, strict=True):
-                engine.generate(ids, max_tokens=1)
-                self._progress.step(f"line {line.number}: {len(ids)} tokens")
-            self._progress.stage("waiting for the last writes")
-            stats = engine.settle(self._seconds)
-            self._sample = _spread(
-                [i for i, ids in enumerate(self._prompts) if len(ids) > limits.block_tokens]
-            )
-            for i in self._sample:
-                engine.reset_prefix_cache()
-                answer = engine.generate(self._prompts[i], max_tokens=1)
-                self._expected.append(answer.cached_tokens)
-            return stats
-
-    def load_back(self) -> tuple[StatsSnapshot, list[_Sampled]]:
-        """Load the sample in a new engine.
-
-        Raises:
-            TieredKVError: the engine failed.
-        """
-        from tiered_kv.stats import StatsSnapshot
-
-        sampled: list[_Sampled] = []
-        if not self._sample:
-            return StatsSnapshot(time.time()), sampled
-        with self._engine("loading a sample back") as engine:
-            for i, expected in zip(self._sample, self._expected, strict=True):
-                engine.reset_prefix_cache()
-                answer = engine.generate(self._prompts[i], max_tokens=1)
-                sampled.append(
-                    _Sampled(
-                        line=self._lines[i].number,
-                        prompt_tokens=len(self._prompts[i]),
-                        expected_tokens=expected,
-                        loaded_tokens=answer.cached_tokens,
-                    )
-                )
-            return engine.settle(self._seconds), sampled
-
-    @contextmanager
-    def _engine(self, name: str) -> Iterator[EngineProcess]:
-        from tiered_kv.vllm.engine_process import EngineProcess, offline_environment
-
-        self._progress.stage(f"{name}: starting vLLM")
-        log = self._folder / "engine.log"
-        with EngineProcess(log=log, environment=offline_environment()) as engine:
-            engine.open(self._arguments)
-            self._progress.stage(f"{name}: vLLM is ready")
-            yield engine
-            engine.end()
-
-    def _encoded(self, engine: EngineProcess) -> list[tuple[int, ...]]:
-        """Token ids of all prompts; those that are token ids already are not sent around."""
-        from tiered_kv.cli.prompt_file import TokenIds
-
-        texts: list[PromptText] = []
-        for line in self._lines:
-            prompt = line.prompt
-            if not isinstance(prompt, TokenIds):
-                texts.append(prompt)
-        encoded = iter(engine.encode(texts))
-        return [
-            line.prompt.ids if isinstance(line.prompt, TokenIds) else next(encoded)
-            for line in self._lines
-        ]
-
-    def _check(self, limits: PromptLimits) -> None:
-        from tiered_kv.cli.prompt_file import refuse
-
-        problems: list[tuple[int, str]] = []
-        for line, ids in zip(self._lines, self._prompts, strict=True):
-            if len(ids) >= limits.max_model_len:
-                problem = (
-                    f"{len(ids)} tokens, but this engine takes {limits.max_model_len} with the "
-                    "answer; cut the prompt, or give --max-model-len"
-                )
-                problems.append((line.number, problem))
-            elif max(ids, default=0) >= limits.vocabulary:
-                problem = f"token {max(ids)}, but the model knows {limits.vocabulary} tokens"
-                problems.append((line.number, problem))
-        refuse(self._file, problems)
-
-
-def _spread(indices: Sequence[int]) -> list[int]:
-    """At most `SAMPLE` of them: the first, the last, and evenly between."""
-    if len(indices) <= SAMPLE:
-        return list(indices)
-    last = len(indices) - 1
-    return [indices[i * last // (SAMPLE - 1)] for i in range(SAMPLE)]

@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
 from types import GenericAlias
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, get_args
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -263,6 +263,7 @@ def _submodel(model: type[BaseModel] | None, part: str | int) -> type[BaseModel]
     if model is None or part not in model.model_fields:
         return None
     annotation: object = model.model_fields[str(part)].annotation
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
+    for one in (annotation, *get_args(annotation)):  # the second: `Model | None`
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            return one
     return None

@@ -27,20 +27,21 @@ from pydantic.config import JsonDict
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from tiered_kv.config.agreement import Disagreement, disagreements
-from tiered_kv.config.units import GIB, MIB, ByteRate, ByteSize, DailyBytes, Duration
+from tiered_kv.config.units import GIB, MIB, ByteRate, ByteSize, DailyBytes, Directory, Duration
 
 __all__ = [
     "Admit",
     "CpuSettings",
     "Deployment",
+    "EvictionSettings",
     "Limits",
     "NamespaceSettings",
     "Placement",
-    "PolicySettings",
     "Recompute",
     "Settings",
     "StoreSettings",
     "TierSettings",
+    "TraceSettings",
 ]
 
 
@@ -48,11 +49,22 @@ class Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Base of every group of settings: frozen, unknown keys are errors."""
 
 
-class PolicySettings(Settings, frozen=True):
+class EvictionSettings(Settings, frozen=True):
     """Which blocks go first when a tier is full."""
 
-    type: Literal["lru"] = Field(
-        default="lru", description="lru: the least recently used block goes first."
+    policy: str = Field(
+        default="prefix",
+        pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$",
+        description="prefix: the least worth, by how often, how long ago and by what kind of "
+        "request a block was wanted; lru: the least recently used; s3-fifo and arc: for a cpu tier "
+        "alone; or the name of a policy that a plug-in brings.",
+        json_schema_extra={"unit": "name"},
+    )
+    half_life: Duration | None = Field(
+        default=None,
+        gt=0,
+        description="Time after which a use counts half, where a policy counts uses; by default "
+        "20 minutes in a cpu tier and 10 in a store.",
     )
 
 
@@ -126,6 +138,10 @@ class StoreSettings(TierSettings, frozen=True):
         "have been wanted to be stored in the tier; beyond it nothing is. off: no limit.",
         json_schema_extra={"default": "off"},
     )
+    eviction: EvictionSettings = Field(
+        default=EvictionSettings(),
+        description="Which blocks go first when the tier is full.",
+    )
 
 
 class CpuSettings(TierSettings, frozen=True):
@@ -135,8 +151,13 @@ class CpuSettings(TierSettings, frozen=True):
     capacity: ByteSize = Field(
         default=4 * GIB, gt=0, description="Size of the host block pool of each rank."
     )
-    policy: PolicySettings = Field(
-        default=PolicySettings(), description="Which blocks go first when the pool is full."
+    eviction: EvictionSettings = Field(
+        default=EvictionSettings(), description="Which blocks go first when the pool is full."
+    )
+    pin_budget: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.25,
+        description="Share of the pool that requests may keep blocks in by their hint `keep`.",
+        json_schema_extra={"unit": "share"},
     )
 
 
@@ -289,6 +310,20 @@ class Recompute(Settings, frozen=True):
         return self
 
 
+class TraceSettings(Settings, frozen=True):
+    """Record what requests want, for `tiered-kv plan`."""
+
+    path: Directory = Field(
+        description="Directory of the trace; made when it is not there. Engines may share it. A "
+        "secret in it keeps the names of blocks from being guessed; it is not needed to plan.",
+    )
+    max_size: ByteSize = Field(
+        default=256 * MIB,
+        ge=MIB,
+        description="Most bytes of all traces in the directory; the oldest file goes first.",
+    )
+
+
 class Deployment(Settings, frozen=True):
     """One deployment: the tiers of an engine and how they are used."""
 
@@ -332,6 +367,11 @@ class Deployment(Settings, frozen=True):
     recompute: Recompute = Field(
         default=Recompute(),
         description="When computing blocks again is better than loading them.",
+    )
+    trace: TraceSettings | None = Field(
+        default=None,
+        description="Record which blocks requests want, and when, for `tiered-kv plan`: no text "
+        "and no token. What the recorder is too slow for is dropped and counted.",
     )
     on_reset: Literal["leave", "keep", "erase"] = Field(
         default="leave",

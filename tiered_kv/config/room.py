@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tiered_kv.config.host_memory import host_memory
 from tiered_kv.config.model import Deployment, TierSettings
-from tiered_kv.config.units import readable_bytes
+from tiered_kv.config.units import SizeOrPercent, readable_bytes
 from tiered_kv.errors import ConfigError
 
-__all__ = ["Volume", "existing_parent", "require_room", "shortages", "volumes"]
+__all__ = ["Volume", "existing_parent", "free_above_floor", "require_room", "shortages", "volumes"]
 
 
 @dataclass(slots=True)
@@ -67,10 +67,19 @@ def existing_parent(directory: Path) -> Path:
     return Path("/")
 
 
+def free_above_floor(tier: TierSettings, directory: Path) -> int:
+    """Bytes that the file system of a directory has above the tier's `min_free`, where its settings
+    have one."""
+    disk = os.statvfs(existing_parent(directory))
+    floor = getattr(tier, "min_free", None)
+    kept = floor.of(disk.f_blocks * disk.f_frsize) if isinstance(floor, SizeOrPercent) else 0
+    return max(0, disk.f_bavail * disk.f_frsize - kept)
+
+
 def volumes(deployment: Deployment, ranks: int) -> list[Volume]:
     """Every volume that a tier uses. A tier whose capacity is spread over several of them wants the
     same of each, as far as that has room beside what the tiers before it want; the others have to
-    bring the rest."""
+    bring the rest. One that is read only does not grow, and counts nowhere."""
     found: list[Volume] = []
     by_device: dict[int, Volume] = {}
     if deployment.cpu is not None:
@@ -80,7 +89,8 @@ def volumes(deployment: Deployment, ranks: int) -> list[Volume]:
         volume = Volume(memory.place, memory.free_bytes, 0, wanted, [host.name], memory.terms)
         found.append(volume)
     used: dict[Path, Volume] = {}
-    for tier in deployment.tiers:
+    growing = [tier for tier in deployment.tiers if tier.writable]
+    for tier in growing:
         for directory in tier.directories.values():
             parent = existing_parent(directory)
             device = parent.stat().st_dev
@@ -90,7 +100,7 @@ def volumes(deployment: Deployment, ranks: int) -> list[Volume]:
                 found.append(by_device[device])
             used[directory] = by_device[device]
             used[directory].held_bytes += sum(_sizes(directory))
-    for tier in deployment.tiers:
+    for tier in growing:
         _spread(tier, [used[directory] for directory in tier.data_directories])
     return found
 

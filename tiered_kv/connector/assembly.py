@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tiered_kv.config import Deployment
+from tiered_kv.config import CpuSettings, Deployment, StoreSettings, TierSettings
 from tiered_kv.connector.books import ManagerLimits
 from tiered_kv.connector.care import care_of
 from tiered_kv.connector.manager import Manager
@@ -17,12 +17,16 @@ from tiered_kv.contracts import (
     Backend,
     BlockStore,
     MaintenanceContext,
+    Policy,
+    Recency,
+    Scoring,
     StoreContext,
     StoreMaintenance,
 )
 from tiered_kv.engine import EngineLimits, register_store_handlers
 from tiered_kv.errors import PluginError
 from tiered_kv.index import Mirror
+from tiered_kv.placement import BUILT_IN, DEFAULT_POLICY, Policies
 from tiered_kv.plugins import build_registry
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import KeySpec
@@ -33,11 +37,34 @@ __all__ = ["Assembly"]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A deployment with the backends that it names."""
+    """A deployment with the backends and the eviction policies that it names.
+
+    Making one raises `ConfigError` where a tier's `eviction.policy` does not exist, or not for a
+    tier of its kind, and `PluginError` where it cannot be loaded.
+    """
 
     deployment: Deployment
     backends: Mapping[str, Backend]
     """Backends by the `type` of their tiers; at least those that the deployment names."""
+    policies: Policies = field(default_factory=Policies)
+
+    def __post_init__(self) -> None:
+        for tier in self.deployment.tiers:
+            if isinstance(tier, CpuSettings):
+                self._policy(tier)
+            elif isinstance(tier, StoreSettings):
+                self._scoring(tier)
+
+    def _policy(self, tier: CpuSettings) -> Policy:
+        return self.policies.get(tier.eviction.policy, self._where(tier))
+
+    def _scoring(self, tier: StoreSettings) -> Scoring:
+        chosen = tier.eviction
+        return self.policies.scoring(chosen.policy, chosen.half_life, self._where(tier))
+
+    def _where(self, tier: TierSettings) -> str:
+        place = self.deployment.tiers.index(tier)
+        return f"tiers.{place}.eviction.policy (tier {tier.name!r})"
 
     def specs(self) -> dict[str, type[KeySpec]]:
         """Spec class of each store tier, nearest first.
@@ -92,6 +119,9 @@ class Assembly:
                 namespace=namespace,
                 geometry=geometry,
                 writable=writable and settings.writable,
+                scoring=(
+                    self._scoring(settings) if isinstance(settings, StoreSettings) else Recency()
+                ),
             )
         )
 
@@ -166,6 +196,10 @@ class Assembly:
             min_uses=self.deployment.placement.admit.min_uses,
             on_reset=self.deployment.on_reset,
             recompute=self.deployment.recompute,
+            trace=self.deployment.trace,
+            policy=(BUILT_IN[DEFAULT_POLICY] if host is None else self._policy(host)).make,
+            half_life=None if host is None else host.eviction.half_life,
+            pin_budget=0.0 if host is None else host.pin_budget,
             clock=clock,
         )
 

@@ -34,12 +34,17 @@ class Backoff:
 
     def drop(self, tier: str, keys: Iterable[BlockKey]) -> None:
         """Ask the tier for these keys again: they are being stored there anew."""
-        for key in keys:
-            self._until.pop((tier, key), None)
+        if self._until:
+            for key in keys:
+                self._until.pop((tier, key), None)
 
     def clear(self) -> None:
         """Ask for every key again."""
         self._until.clear()
+
+    def held(self, tier: str, keys: Iterable[BlockKey], now: float) -> set[BlockKey]:
+        """Those of the keys that the tier is not to be asked for at `now`."""
+        return {key for key in keys if self.holds(tier, key, now)} if self._until else set()
 
     def holds(self, tier: str, key: BlockKey, now: float) -> bool:
         """Whether the tier is not to be asked for the key at `now`."""

@@ -83,6 +83,11 @@ class Books:
         host = () if self.host_tier is None else (self.host_tier,)
         return host + tuple(tier.name for tier in self.tiers)
 
+    def versions(self) -> tuple[object, ...]:
+        """Of all that lookups ask; equal while none would be answered in another way."""
+        catalog = None if self.catalog is None else self.catalog.version
+        return catalog, *[mirror.version for mirror in self.mirrors.values()]
+
     def state(self, request: str) -> RequestState:
         """What is remembered of a request."""
         return self.requests.setdefault(request, RequestState(None))

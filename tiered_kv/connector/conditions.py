@@ -11,14 +11,19 @@ _ORDER = (TierState.HEALTHY, TierState.DEGRADED, TierState.OPENING, TierState.DO
 
 class Conditions:
     """The latest condition of each tier on each rank; what holds for a load, which needs all
-    ranks, is the worst of them. Scheduler's thread only."""
+    ranks, is the worst of them. Scheduler's thread only, but for `load_rate`: any."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, dict[int, TierCondition]] = {}
+        self.version = 0
+        """Grows whenever the state of a tier has changed."""
 
     def note(self, rank: int, condition: TierCondition) -> None:
         """A rank reported a tier."""
-        self._ranks.setdefault(condition.tier, {})[rank] = condition
+        ranks = self._ranks.setdefault(condition.tier, {})
+        before = ranks.get(rank)
+        self.version += before is None or before.state is not condition.state
+        ranks[rank] = condition
 
     def state(self, tier: str) -> TierState:
         """Of the rank that it is worst for; healthy where none has reported."""
@@ -27,7 +32,7 @@ class Conditions:
 
     def load_rate(self, tier: str) -> LoadRate | None:
         """Of the slowest rank; None while none has measured it."""
-        rates = [c.load for c in self._ranks.get(tier, {}).values() if c.load is not None]
+        rates = [c.load for c in list(self._ranks.get(tier, {}).values()) if c.load is not None]
         if not rates:
             return None
         return LoadRate(

@@ -204,7 +204,7 @@ class PrefixGate:
     def _prefixes(self, state: RequestState) -> list[GroupPrefix]:
         prefixes: list[GroupPrefix] = []
         for number, (group, row) in enumerate(self._rows(state)):
-            sources = [state.sources.get(key) for key in row[state.computed // group.tokens :]]
+            sources = [*map(state.sources.get, row[state.computed // group.tokens :])]
             window = self.windows[number] if number < len(self.windows) else None
             prefixes.append(GroupPrefix(group, sources, window))
         return prefixes

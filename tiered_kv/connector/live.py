@@ -16,14 +16,15 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tiered_kv.stats import StatsSnapshot
+from tiered_kv.stats import LoadRate, StatsSnapshot
+from tiered_kv.values import GroupGeometry
 
-__all__ = ["Answering", "LiveTier", "LiveView", "ask_all"]
+__all__ = ["Answering", "LiveCache", "LiveTier", "LiveView", "ask_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,25 @@ class LiveTier:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveCache:
+    """Shape of an engine's KV cache."""
+
+    bytes_per_token: float
+    """Over all ranks and KV groups."""
+    block_tokens: int
+    """Of a block of the first KV group."""
+    ranks: int
+    host_tier: str
+    """Name of the cpu tier; empty where there is none."""
+
+    @classmethod
+    def of(cls, groups: Sequence[GroupGeometry], ranks: int, host_tier: str | None) -> Self:
+        """From the groups of one rank's part."""
+        per_rank = sum(group.block_bytes / group.tokens for group in groups)
+        return cls(per_rank * ranks, groups[0].tokens, ranks, host_tier or "")
+
+
+@dataclass(frozen=True, slots=True)
 class LiveView:
     """What one half of a connector says."""
 
@@ -62,6 +82,10 @@ class LiveView:
     modes: Mapping[str, Mapping[str, str]]
     """What is in effect, by hop."""
     stats: StatsSnapshot
+    cache: LiveCache | None = None
+    """Told by managers."""
+    load_rates: Mapping[str, LoadRate] = field(default_factory=dict)
+    """By tier, of the slowest rank, for its own part of the bytes. Told by managers."""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -72,6 +96,8 @@ class LiveView:
             "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
             "modes": {hop: dict(modes) for hop, modes in self.modes.items()},
             "stats": self.stats.as_dict(),
+            "cache": None if self.cache is None else asdict(self.cache),
+            "load_rates": {name: asdict(rate) for name, rate in self.load_rates.items()},
         }
         return json.dumps(plain)
 
@@ -94,6 +120,8 @@ class LiveView:
                     for hop, modes in plain["modes"].items()
                 },
                 StatsSnapshot.from_dict(plain["stats"]),
+                None if plain["cache"] is None else LiveCache(**plain["cache"]),
+                {str(name): LoadRate(**rate) for name, rate in plain["load_rates"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no view of this version: {error!r}") from error

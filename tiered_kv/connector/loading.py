@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.connector.books import Books
 from tiered_kv.connector.gating import PrefixGate
 from tiered_kv.connector.messages import FailedBlock
 from tiered_kv.connector.requests import Loading, RequestState
-from tiered_kv.placement import SlotState
 from tiered_kv.specs import CpuSpec, LoadStoreSpec, Part, Parts, SlotRef
 from tiered_kv.values import BlockKey, BlockStatus
 
@@ -52,40 +51,64 @@ class Loads:
         self._books.end_lease(request)
         deadline = self._gate.load_deadline(state, keys)
         sizes = self._gate.block_bytes(state)
+        host, catalog = self._books.host_tier, self._books.catalog
         positions: dict[str, list[int]] = {}
-        for position, key in enumerate(keys):
-            tier = self._where(state, key)
-            self._begin(state, key, Loading(tier, sizes.get(key, 0)))
+        found = [*map(state.sources.get, keys)]
+        unsure = [key for key, tier in zip(keys, found, strict=True) if tier in (None, host)]
+        ready = set[BlockKey]() if catalog is None else set(catalog.look_up(unsure)[0])
+        for position, (key, source) in enumerate(zip(keys, found, strict=True)):
+            tier = host if key in ready else source
+            if tier is None or (tier == host and key not in ready):
+                tier = self._elsewhere(state, key, source)
             positions.setdefault(tier, []).append(position)
+        for tier, chosen in positions.items():
+            self._begin(state, tier, [keys[i] for i in chosen], sizes)
         parts = [
             Part(self._spec(state, tier, [keys[i] for i in chosen]), tuple(chosen))
             for tier, chosen in positions.items()
         ]
-        state.answers = {}
-        state.sources = {}
+        state.drop_answers()
         return LoadPlan(Parts(tuple(parts)), deadline)
 
-    def _begin(self, state: RequestState, key: BlockKey, loading: Loading) -> None:
-        self._end(state, key)
-        state.loading[key] = loading
-        self._books.loading[key] += 1
-        self._books.loading_bytes[loading.tier] += loading.size
+    def _begin(
+        self,
+        state: RequestState,
+        tier: str,
+        keys: Sequence[BlockKey],
+        sizes: Mapping[BlockKey, int],
+    ) -> None:
+        """These come from a tier."""
+        self._end(state, keys)
+        alike: dict[int, Loading] = {}
+        total = 0
+        for key in dict.fromkeys(keys):
+            size = sizes.get(key, 0)
+            loading = alike.get(size)
+            if loading is None:
+                loading = alike[size] = Loading(tier, size)
+            state.loading[key] = loading
+            total += size
+        self._books.loading.update(dict.fromkeys(keys, 1))  # a Counter: it adds
+        self._books.loading_bytes[tier] += total
 
-    def _end(self, state: RequestState, key: BlockKey) -> None:
-        loading = state.loading.pop(key, None)
-        if loading is not None:
-            self._books.loading[key] -= 1
-            if self._books.loading[key] <= 0:
-                del self._books.loading[key]
+    def _end(self, state: RequestState, keys: Iterable[BlockKey]) -> None:
+        """These are not on their way for the request any more."""
+        if not state.loading:
+            return
+        left = self._books.loading
+        for key in keys:
+            loading = state.loading.pop(key, None)
+            if loading is None:
+                continue
+            count = left[key] - 1
+            if count > 0:
+                left[key] = count
+            else:
+                del left[key]
             self._books.loading_bytes[loading.tier] -= loading.size
 
-    def _where(self, state: RequestState, key: BlockKey) -> str:
-        tier = state.sources.get(key)
-        if tier is not None and tier != self._books.host_tier:
-            return tier
-        catalog, host = self._books.catalog, self._books.host_tier
-        if catalog is not None and host and catalog.lookup(key) is SlotState.READY:
-            return host
+    def _elsewhere(self, state: RequestState, key: BlockKey, tier: str | None) -> str:
+        """Where a block may be that was found nowhere, or went from the host tier."""
         for view in self._books.tiers:
             mirror = self._books.mirrors.get(view.name)
             if (
@@ -101,9 +124,7 @@ class Loads:
             view = next(view for view in self._books.tiers if view.name == tier)
             return view.spec(tier, tuple(keys))
         catalog = self._books.catalog
-        here = [
-            key for key in keys if catalog is not None and catalog.lookup(key) is SlotState.READY
-        ]
+        here = [] if catalog is None else catalog.look_up(keys)[0]
         pins = dict(zip(here, catalog.pin(here) if catalog is not None else (), strict=True))
         state.pins.extend(pins.values())
         return CpuSpec(tuple(pins.get(key, NO_SLOT) for key in keys))
@@ -115,8 +136,7 @@ class Loads:
             self._failed.discard(request)
             return
         self._unpin(state)
-        for key in keys:
-            self._end(state, key)
+        self._end(state, keys)
         if request in self._failed:
             self._failed.discard(request)
             state.failed_loads += 1

@@ -13,22 +13,26 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
-from tiered_kv.config import Recompute
+from tiered_kv.config import Recompute, TraceSettings
 from tiered_kv.connector.books import Books, ManagerLimits
 from tiered_kv.connector.border import Border, guarded
 from tiered_kv.connector.gating import PrefixGate
 from tiered_kv.connector.handshake import Handshake, agreed
-from tiered_kv.connector.live import LiveView
+from tiered_kv.connector.holding import block_tokens, held_tokens, holdings
+from tiered_kv.connector.live import LiveCache, LiveView
 from tiered_kv.connector.loading import LoadPlan, Loads, failing_plan
-from tiered_kv.connector.lookups import Lookups
+from tiered_kv.connector.lookups import NOTHING_FOUND, Lookups
 from tiered_kv.connector.messages import Orders, WorkerReport
 from tiered_kv.connector.promoting import Promotions
-from tiered_kv.connector.requests import Answer, RequestState
+from tiered_kv.connector.recording import TraceRecorder
+from tiered_kv.connector.requests import USUAL, Answer, Care, RequestState
 from tiered_kv.connector.storing import StorePlan, Stores
 from tiered_kv.connector.views import TierView
-from tiered_kv.placement import Admission, HostCatalog, LruPolicy
+from tiered_kv.contracts import EvictionPolicy, PolicyContext
+from tiered_kv.placement import BUILT_IN, DEFAULT_POLICY, Admission, HostCatalog
 from tiered_kv.specs import SlotRef, StoreTargets
 from tiered_kv.stats import StatsDelta
 from tiered_kv.values import BlockKey, Fingerprint, Namespace
@@ -67,6 +71,10 @@ class Manager:
         min_uses: int = 1,
         on_reset: OnReset = "leave",
         recompute: Recompute | None = None,
+        trace: TraceSettings | None = None,
+        policy: Callable[[PolicyContext], EvictionPolicy[BlockKey]] = BUILT_IN[DEFAULT_POLICY].make,
+        half_life: float | None = None,
+        pin_budget: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -82,6 +90,10 @@ class Manager:
             min_uses: how often a block must have been wanted before it is stored.
             on_reset: what a reset does to the store tiers.
             recompute: when computing blocks is better than loading them; None: never.
+            trace: where to record what requests want; None: nowhere.
+            policy: makes the order in which blocks leave the host tier.
+            half_life: see `PolicyContext.half_life`.
+            pin_budget: share of the host tier that requests may keep blocks in.
             clock: monotonic seconds.
             wall: seconds since the epoch.
         """
@@ -103,8 +115,13 @@ class Manager:
             Admission(min_uses),
             host_write=host_write,
             room=self._promotions.store_room,
+            pin_budget=pin_budget,
         )
         self.stats = self._books.stats
+        self._recorder: TraceRecorder | None = None
+        if trace is not None:
+            self._recorder = TraceRecorder(trace.path, trace.max_size, self.stats, clock=wall)
+        self._policy, self._half_life = policy, half_life
         self._keeps_stores = on_reset == "keep"
         self._ordered_epoch: bytes | None = None
         """The ranks were not told of it yet."""
@@ -133,11 +150,18 @@ class Manager:
                 books.conditions.note(handshake.geometry.rank, condition)
         self._gate.windows = tuple(windows)
         if books.host_tier is not None:
-            books.catalog = HostCatalog(first.tier_slots, LruPolicy(), clock=books.clock)
+            policy = self._policy(PolicyContext(first.tier_slots, self._half_life))
+            books.catalog = HostCatalog(first.tier_slots, policy, clock=books.clock)
         books.mirrors.open(books.tiers, first.geometry, books.epoch)
+        if self._recorder is not None:
+            self._recorder.begin(first.geometry, self._gate.windows)
 
     def view(self) -> LiveView:
-        """For `tiered-kv top`; any thread."""
+        """For `tiered-kv top` and `plan`; any thread."""
+        books, cache = self._books, None
+        if books.geometry is not None:
+            cache = LiveCache.of(books.geometry.groups, books.world, books.host_tier)
+        rates = {name: books.conditions.load_rate(name) for name in self.tier_names}
         return LiveView(
             source="manager",
             namespace=Namespace(self._fingerprint).id.hex(),
@@ -145,6 +169,8 @@ class Manager:
             tiers={},
             modes={},
             stats=self.stats.snapshot(),
+            cache=cache,
+            load_rates={name: rate for name, rate in rates.items() if rate is not None},
         )
 
     @property
@@ -159,21 +185,24 @@ class Manager:
         self._barred.add(request)
         state = self._books.requests.get(request)
         if state is not None:
-            state.answers, state.sources = {}, {}
+            state.drop_answers()
 
     def _bars(self, request: str) -> bool:
         return not self._in_order or request in self._barred
 
     @guarded(bar)
-    def on_new_request(self, request: str, tiers: frozenset[str] | None = None) -> None:
+    def on_new_request(
+        self, request: str, tiers: frozenset[str] | None = None, care: Care = USUAL
+    ) -> None:
         """A request was added.
 
         Args:
             request: its id.
             tiers: tiers that may answer it; None means all.
+            care: how its blocks are to be kept.
         """
         self._barred.discard(request)
-        state = RequestState(tiers)
+        state = RequestState(tiers, care)
         before = self._books.requests.get(request)
         if before is not None:  # an id that is used again while a load of it runs
             self._books.end_lease(request)
@@ -186,8 +215,17 @@ class Manager:
         identity), so they stay in the host tier. Called before its first lookup."""
         self._books.state(request).host_only = True
 
+    @guarded(lambda *_: None)
+    def note_answer(self, request: str, tokens: int) -> None:
+        """The request was answered with so many tokens; called before it is over."""
+        if self._recorder is not None:
+            self._recorder.answered(request, tokens)
+
     def on_request_finished(self, request: str) -> None:
         """A request is over: its leases end. Its running jobs still complete."""
+        recorder = self._recorder
+        if recorder is not None:
+            self.border.call("TraceRecorder.finished", lambda: recorder.finished(request), None)
         self._barred.discard(request)
         self.border.insist("Manager.on_request_finished", lambda: self._finish(request))
 
@@ -204,9 +242,20 @@ class Manager:
 
     # Lookup
 
+    @guarded(lambda *_: False)
+    def still_holds(self, request: str, computed: int, mark: object) -> bool:
+        """Whether a `lookup` of the request with this `computed` and `mark` would change nothing;
+        looks at no key. An engine asks that at each of its steps while a request waits."""
+        return not self._bars(request) and self._lookups.still_holds(request, computed, mark)
+
     @guarded(bar)
     def lookup(
-        self, request: str, keys: Sequence[BlockKey], computed: int, tokens: int | None = None
+        self,
+        request: str,
+        keys: Sequence[BlockKey],
+        computed: int,
+        tokens: int | None = None,
+        mark: object = None,
     ) -> None:
         """Ask all tiers about all keys of a request at once; `answer` reads what was found and is
         worth loading.
@@ -216,17 +265,27 @@ class Manager:
             keys: those of all its whole blocks, group by group.
             computed: tokens that the engine holds itself.
             tokens: tokens of the request so far. None: everything that is found is loaded.
+            mark: stands for the keys, and is equal while they are; None: they do so themselves.
 
-        The answers are kept until they are used, until `computed` (tokens that the engine holds
-        itself) changes, until a load of any request fails, or until the lease ends.
+        How long the answers are kept, `Lookups.lookup` says.
         """
         if not self._bars(request):
-            self._lookups.lookup(request, keys, computed, tokens)
+            self._lookups.lookup(request, keys, computed, tokens, mark)
+            recorder = self._recorder
+            if recorder is not None:  # its failures bar no request
+                state = self._books.state(request)
+                record = partial(recorder.looked_up, request, state, keys, computed, tokens)
+                self.border.call("TraceRecorder.looked_up", record, None)
 
     @guarded(lambda *_: Answer.MISS)
     def answer(self, request: str, key: BlockKey) -> Answer:
         """What the last `lookup` of the request found; MISS for a key that it did not ask."""
         return Answer.MISS if self._bars(request) else self._lookups.answer(request, key)
+
+    @guarded(lambda *_: NOTHING_FOUND)
+    def answers(self, request: str) -> Mapping[BlockKey, Answer]:
+        """All of them; what is not in it is a miss. It changes with them: not to be kept."""
+        return NOTHING_FOUND if self._bars(request) else self._lookups.answers(request)
 
     @guarded(lambda *_: None)
     def source(self, request: str, key: BlockKey) -> str | None:
@@ -393,7 +452,7 @@ class Manager:
         wrong.extend(self._loads.audit())
         wrong.extend(self._stores.audit())
         wrong.extend(self._promotions.audit())
-        kept = self._promotions.kept
+        kept = self._promotions.kept + self._stores.kept
         catalog = self._books.catalog
         if catalog is not None:
             wrong.extend(catalog.audit())
@@ -403,6 +462,28 @@ class Manager:
                 wrong.append(f"host slots are in use: {counts}")
         return tuple(wrong)
 
+    def held(self, keys: Sequence[BlockKey], tokens: int) -> Mapping[str, int]:
+        """By store tier, how many tokens of a prefix could be loaded from it alone, as its mirror
+        knows; 0 where it is not ready. Counts as no lookup.
+
+        Args:
+            keys: of all whole blocks of the prefix, KV group by KV group.
+            tokens: length of the prefix.
+        """
+        geometry = self._books.geometry
+        sizes = [] if geometry is None else [group.tokens for group in geometry.groups]
+        found: dict[str, int] = {}
+        for name, mirror in self._books.mirrors.items():
+            there = [known is True for known in mirror.lookup(keys)]
+            found[name] = held_tokens(holdings(there, tokens, sizes, self._gate.windows))
+        return found
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens after which all KV groups have whole blocks; 0 until the ranks have reported."""
+        geometry = self._books.geometry
+        return 0 if geometry is None else block_tokens([g.tokens for g in geometry.groups])
+
     def states(self) -> Mapping[str, str]:
         """State of each store tier's mirror, for logs and tests."""
         return {name: mirror.state for name, mirror in self._books.mirrors.items()}
@@ -410,3 +491,6 @@ class Manager:
     def close(self) -> None:
         """Let go of the mirrors, waiting at most `CLOSE_SECONDS` for all of them. Idempotent."""
         self.border.call("Mirrors.close", lambda: self._books.mirrors.close(CLOSE_SECONDS), None)
+        recorder = self._recorder
+        if recorder is not None:
+            self.border.call("TraceRecorder.close", lambda: recorder.close(CLOSE_SECONDS), False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.connector.books import Books
@@ -123,7 +123,7 @@ class Promotions:
                 changed.update(dict.fromkeys(found, Answer.MISS))
                 continue
             rest = [key for key in found if key not in self._coming]
-            reason = self._order(tier, rest, left, catalog, geometry)
+            reason = self._order(tier, rest, left, state.parents, catalog, geometry)
             if reason is not None:
                 self._count(state, tier, reason, len(rest))
             if reason != "large":
@@ -134,6 +134,8 @@ class Promotions:
         for key, answer in changed.items():
             state.answers[key] = answer
             state.sources.pop(key, None)
+        if Answer.RETRY in changed.values():
+            state.settled = False
         open_keys = (
             key for key, answer in state.answers.items() if answer in (Answer.PENDING, Answer.RETRY)
         )
@@ -210,6 +212,7 @@ class Promotions:
         tier: str,
         keys: Sequence[BlockKey],
         seconds: float,
+        parents: Mapping[BlockKey, BlockKey | None],
         catalog: HostCatalog,
         geometry: CacheGeometry,
     ) -> str | None:
@@ -225,7 +228,7 @@ class Promotions:
         room = most - catalog.unreleased(promotion=True) - len(self._kept)
         if len(keys) > room:
             return None
-        given = catalog.allocate(keys, self._books.world, promotion=True)
+        given = catalog.allocate(keys, self._books.world, promotion=True, parents=parents)
         if self._books.host_tier is not None:
             self._books.stats.evicted(self._books.host_tier, len(given.evicted))
         size = self._job_blocks(tier, geometry)

@@ -25,6 +25,11 @@ class KeyMirror(Protocol):
         """For people: opening, filling, ready or failed, with the reason."""
         ...
 
+    @property
+    def version(self) -> object:
+        """Another object whenever answers may have changed."""
+        ...
+
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool | None]:
         """Whether each block is stored; None where that is not known yet. Never waits."""
         ...

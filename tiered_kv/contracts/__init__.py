@@ -14,12 +14,19 @@ from tiered_kv.contracts.maintenance import (
     StoredNamespace,
     StoreMaintenance,
 )
-from tiered_kv.contracts.policy import EvictionPolicy
+from tiered_kv.contracts.policy import (
+    EvictionPolicy,
+    Policy,
+    PolicyContext,
+    Recency,
+    Scoring,
+)
 from tiered_kv.contracts.store import (
     BlockStore,
     ChangeBatch,
     NewBlock,
     Place,
+    RanksByUse,
     ReadResult,
     StoreStat,
     no_room,
@@ -40,8 +47,13 @@ __all__ = [
     "MaintenanceContext",
     "NewBlock",
     "Place",
+    "Policy",
+    "PolicyContext",
+    "RanksByUse",
     "ReadResult",
+    "Recency",
     "Reconciliation",
+    "Scoring",
     "StoreContext",
     "StoreMaintenance",
     "StoreStat",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiered_kv.contracts.maintenance import MaintenanceContext, StoreMaintenance
+from tiered_kv.contracts.policy import Recency, Scoring
 from tiered_kv.contracts.store import BlockStore
 from tiered_kv.specs import KeySpec
 from tiered_kv.values import CacheGeometry, Medium, Namespace
@@ -33,6 +34,8 @@ class StoreContext:
     """Which rank's parts this store reads and writes, and how many ranks make a whole block."""
     writable: bool = True
     """False in the scheduler half, which only follows `scan` and `changes`."""
+    scoring: Scoring = field(default_factory=Recency)
+    """By which the store orders its blocks, where it can follow one."""
 
 
 @dataclass(frozen=True, slots=True)

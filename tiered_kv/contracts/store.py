@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.errors import NoSpace, WriteBudgetSpent
@@ -37,6 +37,7 @@ __all__ = [
     "ChangeBatch",
     "NewBlock",
     "Place",
+    "RanksByUse",
     "ReadResult",
     "StoreStat",
     "no_room",
@@ -187,4 +188,25 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Write what is batched, set the clean-shutdown mark, let go. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class RanksByUse(Protocol):
+    """What a store may bring besides: it tells which of its blocks are used most, and takes such an
+    order over. Copying from it begins with them, then, and where there is not room for all, those
+    are what is copied; copying into it keeps the order."""
+
+    def hottest(self) -> Iterator[BlockKey]:
+        """All visible keys of this namespace, the one that would be evicted last first."""
+        ...
+
+    def arrange(self, keys: Sequence[BlockKey]) -> None:
+        """Evict these blocks in the reverse of this order, as blocks that are stored now, or later
+        where one of them would stay longer. Keys that are not there are ignored.
+
+        Raises:
+            TierError: the store does not work.
+            ValueError: it is not open for writing.
+        """
         ...

@@ -6,13 +6,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tiered_kv.contracts import BlockStore, TransferHandler
+from tiered_kv.specs import HopResult, TransferSpec
 
-__all__ = ["Attached", "Tenure"]
+__all__ = ["Attached", "ReadsAndThen", "Tenure"]
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ReadsAndThen(Protocol):
+    """A handler between a store and host slots that lets the engine go on in the same thread: the
+    bytes are in the processor's cache still, and nothing is handed over."""
+
+    async def transfer_and_then(
+        self, spec: TransferSpec[Any, Any], then: Callable[[HopResult], HopResult]
+    ) -> HopResult:
+        """Like `TransferHandler.transfer`; gives what `then` makes of the result."""
+        ...
 
 
 class Tenure:
@@ -59,6 +72,8 @@ class Attached:
     ) -> None:
         self.handler = handler
         self.store = store
+        self.goes_on = handler if isinstance(handler, ReadsAndThen) else None
+        """The handler, where it is one that lets the engine go on."""
         self.modes = dict(handler.modes())
         self._label = label
         self._tenure: Tenure | None = None

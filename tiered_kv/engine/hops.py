@@ -218,8 +218,6 @@ class _Call:
     async def run(self) -> HopResult:
         live = self._live
         result = await self._guarded()
-        if self._store is not None and live.hop.dst == CPU_ENDPOINT:
-            result = await self._verified(result)
         seconds = live.board.ended(
             self.watched, self._verdict(result), result.copied_bytes, self._problem
         )
@@ -249,8 +247,7 @@ class _Call:
         if self._attached is None:  # its store was taken away a moment ago
             return self._all(BlockStatus.TIER_ERROR)
         try:
-            result = await self._attached.handler.transfer(self._spec)
-            _check_result(result, len(self._spec), label)
+            result = await self._moved(self._attached)
         except TierGone as error:
             live.tell_gone(self._attached, error)
             return self._all(BlockStatus.TIER_ERROR)
@@ -282,44 +279,57 @@ class _Call:
     def _all(self, status: BlockStatus) -> HopResult:
         return HopResult((status,) * len(self._spec), 0)
 
-    async def _verified(self, result: HopResult) -> HopResult:
-        live = self._live
-        if not any(status is BlockStatus.OK for status in result.statuses):
+    async def _moved(self, attached: Attached) -> HopResult:
+        """Moved by the handler, and verified where a store's blocks came into host slots."""
+        verify = self._store is not None and self._live.hop.dst == CPU_ENDPOINT
+        if verify and attached.goes_on is not None:
+            return await attached.goes_on.transfer_and_then(self._spec, self._verified)
+        result = await attached.handler.transfer(self._spec)
+        if not verify:
+            self._check(result)
             return result
-        destination = self._spec.dst
-        if not isinstance(destination, CpuSpec):
-            return self._all(BlockStatus.TIER_ERROR)
-        try:
-            statuses = await asyncio.get_running_loop().run_in_executor(
-                live.executor, self._verify, destination, result.statuses
-            )
-        except RuntimeError as error:  # the executor was shut down: the engine closes
-            live.complaints.about(live.hop.label, error, COUNTS_AS_FAILED)
-            return self._all(BlockStatus.TIER_ERROR)
-        return HopResult(statuses, result.copied_bytes)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._live.executor, self._verified, result
+        )
 
-    def _verify(
-        self, destination: CpuSpec, statuses: Sequence[BlockStatus]
-    ) -> tuple[BlockStatus, ...]:
+    def _check(self, result: object) -> None:
+        count = len(self._spec)
+        if (
+            not isinstance(result, HopResult)
+            or len(result.statuses) != count
+            or not set(map(type, result.statuses)) <= {BlockStatus}
+            or result.copied_bytes < 0
+        ):
+            raise TypeError(
+                f"the handler of {self._live.hop.label} answered {result!r} for {count} blocks; "
+                "expected a HopResult with one BlockStatus per block"
+            )
+
+    def _verified(self, result: HopResult) -> HopResult:
         """Compare the bytes in the slots to their checksums, where that is due; runs in the tier's
         threads."""
-        live = self._live
-        verified = list(statuses)
-        bound: dict[int, NewBlock] = {}
-        for i, (key, slot) in enumerate(zip(self._spec.keys, destination.slots, strict=True)):
-            if statuses[i] is not BlockStatus.OK:
-                continue
-            checksum = live.memory.checksum(slot)
+        self._check(result)
+        live, destination = self._live, self._spec.dst
+        came = [i for i, status in enumerate(result.statuses) if status is BlockStatus.OK]
+        if not came:
+            return result
+        if not isinstance(destination, CpuSpec):
+            return self._all(BlockStatus.TIER_ERROR)
+        verified = list(result.statuses)
+        slots = [destination.slots[i] for i in came]
+        places: list[int] = []
+        blocks: list[NewBlock] = []
+        for i, checksum in zip(came, live.memory.checksums(slots), strict=True):
             if checksum is None:
                 verified[i] = BlockStatus.CANCELLED
             else:
-                bound[i] = NewBlock(key, checksum)
+                places.append(i)
+                blocks.append(NewBlock(self._spec.keys[i], checksum))
+        due = [True] * len(blocks) if self.watched.probe else live.verification.due(blocks)
         passed: list[NewBlock] = []
         corrupt: list[NewBlock] = []
-        new = list(bound.values())
-        due = [True] * len(new) if self.watched.probe else live.verification.due(new)
-        for (i, block), is_due in zip(bound.items(), due, strict=True):
-            view = live.memory.view(destination.slots[i])
+        views = live.memory.views([destination.slots[i] for i in places])
+        for i, block, view, is_due in zip(places, blocks, views, due, strict=True):
             if view is None:
                 verified[i] = BlockStatus.CANCELLED
             elif is_due and not block.checksum.verifies(block.key, live.rank, view):
@@ -330,20 +340,7 @@ class _Call:
         live.verification.passed(passed)
         if corrupt and self._store is not None:
             drop_corrupt(self._store, corrupt, live.hop.tier)
-        return tuple(verified)
-
-
-def _check_result(result: object, count: int, label: str) -> None:
-    if (
-        not isinstance(result, HopResult)
-        or len(result.statuses) != count
-        or not all(isinstance(status, BlockStatus) for status in result.statuses)
-        or result.copied_bytes < 0
-    ):
-        raise TypeError(
-            f"the handler of {label} answered {result!r} for {count} blocks; expected a HopResult "
-            "with one BlockStatus per block"
-        )
+        return HopResult(tuple(verified), result.copied_bytes)
 
 
 def drop_corrupt(store: BlockStore, blocks: Sequence[NewBlock], tier: str) -> None:

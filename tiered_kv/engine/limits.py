@@ -44,8 +44,9 @@ class EngineLimits:
     behind_bytes: int = BEHIND_BYTES
     """The same for write-behind, which nobody waits for; less where the tier is slow, see
     `tiered_kv.engine.pace`."""
-    threads_per_tier: int = 4
-    """Blocking calls at once, per tier and direction; direct hops have as many of their own."""
+    threads_per_tier: int = 6
+    """Blocking calls at once, per tier and direction; direct hops have as many of their own. More
+    than a disk needs to be busy: some look up rows or compare bytes while the others read."""
     retry_after: float = 5.0
     """Seconds until a hop whose breaker opened is tried again; each further time twice as long, at
     most `LONGEST_RETRY` times as long."""

@@ -174,6 +174,12 @@ class StoreToCpuHandler(_StoreHandler):
         """Read the blocks; see `TransferHandler.transfer`."""
         return await self._run(spec, lambda: self._get(spec))
 
+    async def transfer_and_then(
+        self, spec: TransferSpec[KeySpec, CpuSpec], then: Callable[[HopResult], HopResult]
+    ) -> HopResult:
+        """See `ReadsAndThen`."""
+        return await self._run(spec, lambda: then(self._get(spec)))
+
     def _get(self, spec: TransferSpec[KeySpec, CpuSpec]) -> HopResult:
         statuses = [BlockStatus.CANCELLED] * len(spec)
         slots, keys = spec.dst.slots, spec.keys

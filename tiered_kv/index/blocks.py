@@ -5,8 +5,8 @@ Databases of the environment (numbers are big-endian, so that they sort):
 | name | key | value |
 |---|---|---|
 | `rows` | full key, rank (2 bytes) | `Row` |
-| `blocks` | full key | `BlockRecord`: class, tick, how many ranks' rows there are |
-| `order` | class (4), tick (8), full key | nothing |
+| `blocks` | full key | `BlockRecord`: class, place in `order`, how many ranks' rows there are |
+| `order` | class (4), tick (8), number (8) | length (2), full keys; see `Order`, `Scoring` |
 | `log` | number of the last key (8) | 1 added or 0 removed; length (2) and full key of each |
 | `classes` | number (4); or namespace id, group (4), slot bytes (8) | `ClassRecord`; number |
 | `meta` | names | counters; a JSON object per namespace, for people |
@@ -15,40 +15,35 @@ Databases of the environment (numbers are big-endian, so that they sort):
 from __future__ import annotations
 
 import logging
-import struct
 import threading
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import NewType, cast
+from contextlib import closing, suppress
+from functools import partial
+from typing import cast
 
-from tiered_kv.contracts import ChangeBatch
-from tiered_kv.index import listing, namespaces
+from tiered_kv.contracts import ChangeBatch, Recency, Scoring
+from tiered_kv.errors import TierError
+from tiered_kv.index import listing, namespaces, ranking
 from tiered_kv.index.classes import SlotClass, SlotClasses
-from tiered_kv.index.environment import BufferTransaction, Environment, Transaction
+from tiered_kv.index.environment import Environment, Transaction
 from tiered_kv.index.log import ChangeLog, Counters
-from tiered_kv.index.records import BlockRecord, Row
+from tiered_kv.index.order import Order, name_of
+from tiered_kv.index.placing import Places, Touched
+from tiered_kv.index.records import BlockRecord, FullKey, Row
 from tiered_kv.values import BlockKey, CacheGeometry, Namespace
 
 __all__ = ["BlockIndex", "FullKey"]
 
-FullKey = NewType("FullKey", bytes)
-"""Namespace id (8 bytes) + key: names a block of any namespace of the tier."""
-
 _NAMESPACE_BYTES = 8
 _RANK_BYTES = 2
-_CLASS_BYTES = 4
-_NUMBER_BYTES = 8
-_ORDER = struct.Struct(">IQ")
 _MOST_KEY_BYTES = 256
-_MOST_TOUCHED = 65_536
 _MOST_DAMAGED = 4_096
-_FLUSH_SECONDS = 1.0
 _TOUCH_SECONDS = 0.05
 """How long `touch`, which a load waits for, waits for its turn to write."""
 _SCAN_RECORDS = 2_048
+_ARRANGED_TOGETHER = 1_024
 _MANY_BLOCKS = 100_000
 """From so many on a child process, which takes some tenths of a second to start, is worth it."""
 
@@ -70,8 +65,10 @@ class BlockIndex:
         *,
         log_entries: int = 65_536,
         listed: bool = True,
+        scoring: Scoring | None = None,
     ) -> None:
-        """`log_entries` is the most the change log keeps. Records the namespace and what its
+        """`log_entries` is the most the change log keeps; `scoring` orders blocks, the least
+        recently used first where none is given. Records the namespace and what its
         blocks are, for tools that have no engine; not with `listed=False`, where no block of it
         will be stored."""
         self._environment = environment
@@ -88,13 +85,13 @@ class BlockIndex:
         self._meta = environment.database("meta")
         self._rows = environment.database("rows")
         self._blocks = environment.database("blocks")
-        self._order = environment.database("order")
         self._counters = Counters(environment)
+        self._order = Order(environment, self._counters)
         self._log = ChangeLog(environment, self._counters, log_entries)
         self._classes = SlotClasses(environment, self._counters)
+        self._places = Places(environment, self._order, self._counters, scoring or Recency())
+        self._touched = Touched()
         self._pending = threading.Lock()
-        self._touched: dict[FullKey, None] = {}
-        self._flushed = time.monotonic()
         self._damaged: set[FullKey] = set()
         if environment.writable and listed:
             self._introduce()
@@ -124,8 +121,6 @@ class BlockIndex:
                 )
         return full
 
-    # ---------------------------------------------------------------------------------- lookup
-
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each block is whole on all ranks."""
         full = self.full_keys(keys)
@@ -136,9 +131,7 @@ class BlockIndex:
             for key, record in zip(full, records, strict=True)
         ]
 
-    def rows(
-        self, txn: Transaction | BufferTransaction, keys: Sequence[BlockKey]
-    ) -> list[Row | None]:
+    def rows(self, txn: Transaction, keys: Sequence[BlockKey]) -> list[Row | None]:
         """This rank's rows. A row that fails its own check value is None, and its block will be
         removed by the next `publish` or `remove`."""
         rank, rows, get, unpack = self._rank, self._rows, txn.get, Row.unpack
@@ -146,7 +139,7 @@ class BlockIndex:
         for key in self.full_keys(keys):
             name = key + rank
             data = get(name, None, rows)
-            row = None if data is None else unpack(name, bytes(data))
+            row = None if data is None else unpack(name, data)
             if row is None and data is not None:
                 self._doubt(key)
             found.append(row)
@@ -214,6 +207,11 @@ class BlockIndex:
         with self._environment.read() as txn:
             return listing.list_some(txn, self._blocks, self._prefix, start, _SCAN_RECORDS)
 
+    def hottest(self) -> list[BlockKey]:
+        """All whole blocks of this namespace, the one that would be evicted last first."""
+        self.flush()
+        return ranking.most_used_first(self._environment, self._order, self._blocks, self._prefix)
+
     def count(self) -> int:
         """Whole blocks of this namespace."""
         with self._environment.read() as txn:
@@ -225,8 +223,6 @@ class BlockIndex:
         with self._environment.read() as txn:
             return self._log.since(txn, cursor, self._prefix)
 
-    # ---------------------------------------------------------------------------------- change
-
     def publish(self, txn: Transaction, blocks: Sequence[tuple[BlockKey, Row]]) -> list[Row]:
         """Add this rank's rows. The first block of the batch becomes the most recently used.
 
@@ -235,20 +231,18 @@ class BlockIndex:
         """
         freed = self._settle(txn)
         keys = self.full_keys([key for key, _ in blocks])
-        given: dict[FullKey, Row] = {}
-        for key, (_, row) in zip(keys, blocks, strict=True):
-            if key in given:
-                freed.append(row)
-            else:
-                given[key] = row
+        given = dict(zip(reversed(keys), [row for _, row in reversed(blocks)], strict=True))
+        if len(given) < len(keys):
+            freed += _given_twice(given, keys, blocks)
         rank = self._rank
-        items = [(name := key + rank, row.pack(name)) for key, row in given.items()]
+        items = Row.packed([(key + rank, given[key]) for key in sorted(given)])
         with txn.cursor(self._rows) as cursor:
             _, added = cursor.putmulti(items, overwrite=False)
         if added < len(items):
             freed += self._give_in(txn, given)
         with self._pending:
-            self._damaged.difference_update(given)
+            if self._damaged:
+                self._damaged.difference_update(given)
         self._count_in(txn, given)
         self._log.trim(txn)
         return freed
@@ -271,36 +265,55 @@ class BlockIndex:
         return freed
 
     def _count_in(self, txn: Transaction, new: Mapping[FullKey, Row]) -> None:
-        """One more row of each of these blocks is there."""
-        tick = self._counters.advance(txn, b"tick", len(new)) + len(new)
-        others, ranks = self._other_ranks, self._world_size
+        """One more row of each of these blocks is there; those that go first come first."""
         with txn.cursor(self._blocks) as cursor:
             known = set(cursor.getmulti(new, values=False))
-        records: list[tuple[FullKey, bytes]] = []
-        ordered: list[bytes] = []
+        tick = self._places.fresh(txn)
+        placed: dict[tuple[int, int], dict[FullKey, tuple[int, int]]] = {}
+        gone: dict[bytes, list[FullKey]] = {}
         whole: list[FullKey] = []
         in_class: Counter[int] = Counter()
-        for key, row in new.items():
-            tick -= 1
-            slot_class, world_size, present = row.slot_class, ranks, 1
-            before = self._record(txn, key) if key in known else None
-            if before is not None:
-                txn.delete(_ordered(key, before.slot_class, before.tick), db=self._order)
-                slot_class, world_size = before.slot_class, before.world_size
-                present += before.present
-            else:
-                in_class[slot_class] += 1
-            if before is None or present > world_size:  # our row was there and got lost
-                present = 1
-                for rank in others:
-                    present += self._row(txn, key, rank) is not None
-            records.append((key, BlockRecord.packed(key, slot_class, tick, world_size, present)))
-            ordered.append(_ordered(key, slot_class, tick))
-            if present == world_size and (before is None or not before.whole):
-                whole.append(key)
-        self._write_records(txn, records, ordered)
+        alone: tuple[int, int] = (self._world_size, 1)
+        if not known and not self._other_ranks:
+            whole += new
+            for slot_class in {row.slot_class for row in new.values()}:
+                fresh: dict[FullKey, tuple[int, int]] = {
+                    key: alone for key, row in new.items() if row.slot_class == slot_class
+                }
+                in_class[slot_class] = len(fresh)
+                placed[slot_class, tick] = fresh
+        else:
+            for key, row in new.items():
+                before = self._record(txn, key) if key in known else None
+                after = self._counted(txn, key, row, before, tick)
+                if before is None:
+                    in_class[after.slot_class] += 1
+                else:
+                    gone.setdefault(name_of(before), []).append(key)
+                if after.whole and (before is None or not before.whole):
+                    whole.append(key)
+                place = placed.setdefault((after.slot_class, after.tick), {})
+                place[key] = (after.world_size, after.present)
+        whole.reverse()
+        self._order.take_out(txn, gone)
+        self._places.put(txn, placed)
         self._classes.add(txn, in_class)
         self._log.note(txn, whole, added=True)
+
+    def _counted(
+        self, txn: Transaction, key: FullKey, row: Row, before: BlockRecord | None, tick: int
+    ) -> BlockRecord:
+        """The record of a block that has one more row; its group is to be filled in."""
+        slot_class, world_size, present = row.slot_class, self._world_size, 1
+        if before is not None:
+            slot_class, world_size = before.slot_class, before.world_size
+            present += before.present
+            tick = before.tick  # the other ranks' parts are of the same use
+        if before is None or present > world_size:  # our row was there and got lost
+            present = 1
+            for rank in self._other_ranks:
+                present += self._row(txn, key, rank) is not None
+        return BlockRecord(slot_class, tick, 0, world_size, present)
 
     def remove(
         self,
@@ -325,6 +338,7 @@ class BlockIndex:
     ) -> list[Row]:
         rows: list[Row] = []
         whole: list[FullKey] = []
+        gone: dict[bytes, list[FullKey]] = {}
         in_class: Counter[int] = Counter()
         for key in dict.fromkeys(blocks):
             record, before = self._record(txn, key), len(rows)
@@ -336,12 +350,13 @@ class BlockIndex:
                     rows.append(row)
             txn.delete(key, db=self._blocks)
             if record is not None:
-                txn.delete(_ordered(key, record.slot_class, record.tick), db=self._order)
+                gone.setdefault(name_of(record), []).append(key)
                 in_class[record.slot_class] -= 1
                 if record.whole:
                     whole.append(key)
             if enough is not None and enough(rows[before:]):
                 break
+        self._order.take_out(txn, gone)
         self._classes.add(txn, in_class)
         self._log.note(txn, whole, added=False)
         return rows
@@ -349,8 +364,9 @@ class BlockIndex:
     def clear(self, txn: Transaction) -> None:
         """Forget all blocks of all namespaces, where their data was lost. Whoever follows the
         change log is asked to start again."""
-        for database in (self._rows, self._blocks, self._order):
+        for database in (self._rows, self._blocks):
             txn.drop(database, delete=False)
+        self._order.clear(txn)
         self._classes.add(txn, {one.number: -one.blocks for one in self.classes(txn)})
         with txn.cursor(self._meta) as cursor:
             counters = [name for name in cursor.iternext(values=False) if name[:6] == b"whole:"]
@@ -366,77 +382,38 @@ class BlockIndex:
     def _settle(self, txn: Transaction) -> list[Row]:
         """Before a change: write what `touch` batched, drop what was found damaged."""
         with self._pending:
-            touched, self._touched = self._touched, {}
             damaged, self._damaged = self._damaged, set()
-            self._flushed = time.monotonic()
-        self._write_touched(txn, touched)
+        self._places.used(txn, self._touched.take())
         return self._remove(txn, damaged)
 
     def oldest(self, txn: Transaction, slot_class: int, count: int) -> list[FullKey]:
         """At most `count` blocks of a class, least recently used first (write transaction)."""
-        prefix = slot_class.to_bytes(_CLASS_BYTES, "big")
-        head = _CLASS_BYTES + _NUMBER_BYTES
-        found: list[FullKey] = []
-        astray: list[bytes] = []
-        with txn.cursor(self._order) as cursor:
-            more = cursor.set_range(prefix)
-            while more and len(found) < count and cursor.key().startswith(prefix):
-                name = cursor.key()
-                key = FullKey(name[head:])
-                record = self._record(txn, key)
-                if record is not None and _ordered(key, record.slot_class, record.tick) == name:
-                    found.append(key)
-                else:
-                    astray.append(name)  # its block record was damaged
-                more = cursor.next()
-        for name in astray:
-            txn.delete(name, db=self._order)
-        return found
-
-    # ------------------------------------------------------------------------------------- use
+        return self._order.first(txn, slot_class, count, partial(self._record, txn))
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Mark as recently used: in memory, written at most every second, or with the next
         `publish` or `remove`. The first key becomes the most recently used."""
-        if not self._environment.writable:
-            return
-        full = self.full_keys(keys)
-        with self._pending:
-            for key in reversed(full):
-                self._touched.pop(key, None)
-                self._touched[key] = None
-            while len(self._touched) > _MOST_TOUCHED:
-                del self._touched[next(iter(self._touched))]
-            due = bool(self._touched) and time.monotonic() - self._flushed > _FLUSH_SECONDS
-        if due:
-            self.flush(_TOUCH_SECONDS)
+        if self._environment.writable and self._touched.add(self.full_keys(keys)):
+            with suppress(TierError):  # somebody writes, and a load waits for this call
+                self.flush(_TOUCH_SECONDS)
 
     def flush(self, wait: float | None = None) -> None:
         """Write what `touch` batched; `wait` as for `Environment.write`. What can't be written is
         forgotten, which costs hits only."""
-        with self._pending:
-            touched, self._touched = self._touched, {}
-            self._flushed = time.monotonic()
+        touched = self._touched.take()
         if touched:
             with self._environment.write(wait) as txn:
-                self._write_touched(txn, touched)
+                self._places.used(txn, touched)
 
-    def _write_touched(self, txn: Transaction, touched: dict[FullKey, None]) -> None:
-        tick = self._counters.advance(txn, b"tick", len(touched)) - 1
-        records: list[tuple[FullKey, bytes]] = []
-        ordered: list[bytes] = []
-        for key in touched:
-            tick += 1
-            before = self._record(txn, key)
-            if before is not None:
-                slot_class = before.slot_class
-                txn.delete(_ordered(key, slot_class, before.tick), db=self._order)
-                record = BlockRecord.packed(
-                    key, slot_class, tick, before.world_size, before.present
-                )
-                records.append((key, record))
-                ordered.append(_ordered(key, slot_class, tick))
-        self._write_records(txn, records, ordered)
+    def arrange(self, keys: Sequence[BlockKey]) -> None:
+        """Let blocks of this namespace go in the reverse of this order, and none before others
+        that nobody used since; see `RanksByUse.arrange`."""
+        self.flush()
+        full, level = self.full_keys(keys), 0
+        for end in range(len(full), 0, -_ARRANGED_TOGETHER):
+            some = full[max(0, end - _ARRANGED_TOGETHER) : end]
+            with self._environment.write() as txn:
+                level = self._places.arrange(txn, reversed(some), level)
 
     # --------------------------------------------------------------------- classes and counters
 
@@ -452,26 +429,15 @@ class BlockIndex:
         """First of `count` fresh generations (never given out before in this environment)."""
         return self._counters.advance(txn, b"generation", count) + 1
 
-    # ---------------------------------------------------------------------------------- records
-
     def _record(self, txn: Transaction, key: FullKey) -> BlockRecord | None:
         return BlockRecord.unpack(key, txn.get(key, db=self._blocks))
 
-    def _write_records(
-        self, txn: Transaction, records: list[tuple[FullKey, bytes]], ordered: list[bytes]
-    ) -> None:
-        with txn.cursor(self._blocks) as cursor:
-            cursor.putmulti(records)
-        ordered.sort()
-        with txn.cursor(self._order) as cursor:
-            cursor.putmulti([(name, b"") for name in ordered])
-
-    def _row(self, txn: Transaction | BufferTransaction, key: FullKey, rank: bytes) -> Row | None:
+    def _row(self, txn: Transaction, key: FullKey, rank: bytes) -> Row | None:
         name = key + rank
         data = txn.get(name, None, self._rows)
         if data is None:
             return None
-        row = Row.unpack(name, bytes(data))
+        row = Row.unpack(name, data)
         if row is None:
             self._doubt(key)
         return row
@@ -481,5 +447,17 @@ class BlockIndex:
             self._damaged.add(key)
 
 
-def _ordered(key: FullKey, slot_class: int, tick: int) -> bytes:
-    return _ORDER.pack(slot_class, tick) + key
+def _given_twice(
+    given: dict[FullKey, Row], keys: Sequence[FullKey], blocks: Sequence[tuple[BlockKey, Row]]
+) -> list[Row]:
+    """Of the rows of one key the first counts; the others are to be freed."""
+    first: dict[FullKey, Row] = {}
+    freed: list[Row] = []
+    for key, (_, row) in zip(keys, blocks, strict=True):
+        if key in first:
+            freed.append(row)
+        else:
+            first[key] = row
+    given.clear()
+    given.update((key, first[key]) for key in reversed(first))
+    return freed

@@ -1,8 +1,9 @@
-"""A set of keys in 13 to 36 bytes each: changed in batches by numpy, looked up without it.
+"""A set of keys in 13 to 36 bytes each, changed and looked up in batches by numpy.
 
-numpy gives the GIL away in every step over more than some hundred numbers, and beside a busy thread
-each time costs up to 5 ms until it has it back. So `contains`, which the scheduler calls, goes
-through the table in plain Python: as fast for 1,000 keys, and nothing in it lets go of the GIL.
+numpy gives the GIL away in every step over 500 numbers or more (and in some whatever their number,
+such as `take`), and beside a busy thread each time costs up to 5 ms until it has it back. So
+`contains`, which the scheduler calls, looks up so few keys at a time that nothing in it lets go of
+the GIL.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ __all__ = ["KeySet"]
 _Hashes = npt.NDArray[np.uint64]
 _Places = npt.NDArray[np.intp]
 
+_AS_DIGESTED = np.dtype(">u8")
 _EMPTY = 0
 _REMOVED = 1
-_AFTER_MARKS = 2
-"""Added to a hash that is one of the two marks above."""
+_LEAST_HASH = 2
+"""Stands in the table for lesser ones, which are the marks above."""
 _LEAST_PLACES = 1_024
 _MOST_LOAD = 0.6
 _LOAD_AFTER_GROWTH = 0.45
+_AT_A_TIME = 256
+"""Keys that are looked up together: half of what numpy gives the GIL away for."""
+_TOGETHER = 2
+_FEW = 24
+"""Fewer are looked up sooner one by one."""
 
 
 class KeySet:
@@ -44,12 +51,7 @@ class KeySet:
         self.seed = secrets.randbits(64) if seed is None else seed
         self._taken = 0
         self._live = 0
-        self._use(np.zeros(_LEAST_PLACES, np.uint64))
-
-    def _use(self, table: _Hashes) -> None:
-        self._table = table
-        # Whoever looks up meanwhile goes on in the old one.
-        self._cells = table.data
+        self._table: _Hashes = np.zeros(_LEAST_PLACES, np.uint64)
 
     def __len__(self) -> int:
         return self._live
@@ -61,20 +63,14 @@ class KeySet:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is in the set."""
-        digest, seed = xxhash.xxh3_64_intdigest, self.seed
-        cells = self._cells
-        mask = len(cells) - 1
+        table = self._table
+        if len(keys) < _FEW:
+            given, mask = self._hashes(keys).tolist(), table.size - 1
+            return _walk(table, given, [one & mask for one in given])
         found: list[bool] = []
-        for key in keys:
-            wanted = digest(key, seed)
-            if wanted <= _REMOVED:
-                wanted += _AFTER_MARKS
-            place = wanted & mask
-            here = cells[place]
-            while here not in (wanted, _EMPTY):
-                place = (place + 1) & mask
-                here = cells[place]
-            found.append(here == wanted)
+        for first in range(0, len(keys), _AT_A_TIME):
+            some = keys[first : first + _AT_A_TIME]
+            found += _hold(table, self._hashes(some)).tolist()
         return found
 
     def add(self, keys: Iterable[bytes]) -> None:
@@ -110,14 +106,51 @@ class KeySet:
             size *= 2
         table: _Hashes = np.zeros(size, np.uint64)
         _insert(table, self._all())
-        self._use(table)
+        self._table = table  # whoever looks up meanwhile goes on in the old one
         self._taken = self._live
 
     def _hashes(self, keys: Iterable[bytes]) -> _Hashes:
-        digest, seed = xxhash.xxh3_64_intdigest, self.seed
-        hashes = np.array([digest(key, seed) for key in keys], np.uint64)
-        hashes[hashes <= _REMOVED] += np.uint64(_AFTER_MARKS)
-        return hashes
+        digest, seed = xxhash.xxh3_64_digest, self.seed
+        hashes = np.frombuffer(b"".join([digest(key, seed) for key in keys]), _AS_DIGESTED)
+        return np.maximum(hashes, np.uint64(_LEAST_HASH))
+
+
+def _hold(table: _Hashes, hashes: _Hashes) -> npt.NDArray[np.bool_]:
+    """Whether the table holds each of some hashes. Nearly all end in the first places, looked at
+    together; the rest is looked for one by one."""
+    # As signed numbers: they are places without being converted.
+    cells, wanted = table.view(np.int64), hashes.view(np.int64)
+    mask = table.size - 1
+    places = wanted & mask
+    here = cells[places]
+    found: npt.NDArray[np.bool_] = here == wanted
+    (on,) = ((here != wanted) & (here != _EMPTY)).nonzero()
+    left = on
+    for _ in range(_TOGETHER):
+        if not on.size:
+            return found
+        wanted, places = wanted[on], (places[on] + 1) & mask
+        here = cells[places]
+        found[left] = here == wanted
+        (on,) = ((here != wanted) & (here != _EMPTY)).nonzero()
+        left = left[on]
+    if on.size:
+        found[left] = _walk(table, hashes[left].tolist(), ((places[on] + 1) & mask).tolist())
+    return found
+
+
+def _walk(table: _Hashes, hashes: Sequence[int], places: Sequence[int]) -> list[bool]:
+    """The same, one by one, for hashes that can be in these places at the earliest."""
+    cells, mask = table.data, table.size - 1
+    found: list[bool] = []
+    for wanted, first in zip(hashes, places, strict=True):
+        place = first
+        here = cells[place]
+        while here not in (wanted, _EMPTY):
+            place = (place + 1) & mask
+            here = cells[place]
+        found.append(here == wanted)
+    return found
 
 
 def _find(table: _Hashes, hashes: _Hashes) -> _Places:

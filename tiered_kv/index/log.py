@@ -65,6 +65,12 @@ class Counters:
             self.set(txn, name, before + count)
         return before
 
+    def moment(self, txn: Transaction) -> int:
+        """The time in nanoseconds; later than every one given before."""
+        moment = max(time.time_ns(), self.get(txn, b"tick") + 1)
+        self.set(txn, b"tick", moment)
+        return moment
+
 
 class ChangeLog:
     """Which keys became visible, and which went. Each call belongs to a transaction."""

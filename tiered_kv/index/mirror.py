@@ -59,6 +59,7 @@ class Mirror:
         self._asked: dict[BlockKey, None] = {}
         self._absent: set[BlockKey] = set()
         self._forgotten: dict[BlockKey, None] = {}
+        self._version = object()
         self._thread = threading.Thread(target=self._run, name=f"mirror-{tier}", daemon=True)
         self._thread.start()
 
@@ -66,6 +67,14 @@ class Mirror:
     def state(self) -> str:
         """ "opening", "filling", "ready" or "failed: reason"."""
         return self._state
+
+    @property
+    def version(self) -> object:
+        """Another object whenever answers may have changed; ask for it before `lookup`."""
+        return self._version
+
+    def _changed(self) -> None:
+        self._version = object()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool | None]:
         """Whether each block is stored. None (only while "filling"): not known yet; the thread
@@ -101,6 +110,7 @@ class Mirror:
             self._forgotten.update(dict.fromkeys(keys))
             while len(self._forgotten) > _MOST_ASKED:  # the thread hangs in the store
                 del self._forgotten[next(iter(self._forgotten))]
+        self._changed()
         self._wake.set()
 
     def poll_now(self) -> None:
@@ -159,6 +169,7 @@ class Mirror:
         with self._lock:
             self._forgotten.clear()
             self._asked.clear()
+        self._changed()
 
     def _close_store(self, store: BlockStore) -> None:
         try:
@@ -179,7 +190,9 @@ class Mirror:
                 cursor = self._fill(store)
             else:
                 cursor = batch.cursor
-                _follow_into(batch, self._keys, None)
+                if batch.changes:
+                    _follow_into(batch, self._keys, None)
+                    self._changed()
 
     def _fill(self, store: BlockStore) -> int:
         """Scan the store into an empty set; gives the cursor from which changes are to follow."""
@@ -188,6 +201,7 @@ class Mirror:
         self._absent = set()
         self._state = "filling"
         self._keys = keys = KeySet()
+        self._changed()
         gone = KeySet(keys.seed)
         chunk: list[BlockKey] = []
         due = time.monotonic() + self._poll_seconds
@@ -216,6 +230,7 @@ class Mirror:
         self._absent = set()
         with self._lock:
             self._asked.clear()
+        self._changed()
         self._ready.set()
         return cursor
 
@@ -240,6 +255,7 @@ class Mirror:
         with self._lock:
             for key in forgotten:
                 self._forgotten.pop(key, None)
+        self._changed()
 
 
 def _follow_into(batch: ChangeBatch, keys: KeySet, gone: KeySet | None) -> None:

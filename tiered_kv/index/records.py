@@ -7,26 +7,37 @@ damaged on the disk is told by the 32 bits in front of it (XXH32 over its key an
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 from xxhash import xxh32_intdigest
 
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.values import ChecksumKind
 
-__all__ = ["MAX_LOCATION_BYTES", "BlockRecord", "ClassRecord", "Row"]
+__all__ = ["MAX_LOCATION_BYTES", "BlockRecord", "ClassRecord", "FullKey", "Row"]
 
 MAX_LOCATION_BYTES = 32
+
+FullKey = NewType("FullKey", bytes)
+"""Namespace id (8 bytes) + key: names a block of any namespace of the tier."""
 
 _CHECK = struct.Struct(">I")
 _ROW = struct.Struct(">BQQIQ")
 _SEALED_ROW = struct.Struct(">IBQQIQ")
-_BLOCK = struct.Struct(">IQHH")
-_SEALED_BLOCK = struct.Struct(">IIQHH")
+_BLOCK = struct.Struct(">IQQHH")
+_SEALED_BLOCK = struct.Struct(">IIQQHH")
 _CLASS = struct.Struct(">8sIQQ")
 _KIND_CODES = {ChecksumKind.XXH3: 1, ChecksumKind.WSUM: 2}
 _KINDS = {code: kind for kind, code in _KIND_CODES.items()}
+_SHORTEST_ROW, _LONGEST_ROW = _SEALED_ROW.size, _SEALED_ROW.size + MAX_LOCATION_BYTES
+
+# Rows are made and read by the thousand, so what follows spends little on each: no call of a
+# generated constructor, no look-up by an enum's member, whose hash is a Python function.
+_pack_check, _pack_row, _unpack_row = _CHECK.pack, _ROW.pack, _SEALED_ROW.unpack_from
+_new = tuple.__new__
+_XXH3 = ChecksumKind.XXH3
 
 
 class Row(NamedTuple):
@@ -41,42 +52,49 @@ class Row(NamedTuple):
     read whether the bytes were still the row's. `BlockIndex.next_generation` gives one."""
 
     def pack(self, key: bytes) -> bytes:
-        """The record under `key`.
+        """The record under `key`. Raises as `packed` does."""
+        ((_, record),) = self.packed([(key, self)])
+        return record
+
+    @staticmethod
+    def packed(rows: Iterable[tuple[bytes, Row]]) -> list[tuple[bytes, bytes]]:
+        """(key, record) of each (key, row).
 
         Raises:
-            ValueError: the location is too long.
+            ValueError: a location is too long.
         """
-        if len(self.location) > MAX_LOCATION_BYTES:
-            raise ValueError(
-                f"a location is at most {MAX_LOCATION_BYTES} bytes, not {len(self.location)}"
-            )
-        checksum, slot_class, location, generation = self
-        head = _ROW.pack(
-            _KIND_CODES[checksum.kind], checksum.length, checksum.value, slot_class, generation
-        )
-        content = head + location
-        return _CHECK.pack(xxh32_intdigest(key + content)) + content
+        records: list[tuple[bytes, bytes]] = []
+        for key, ((length, value, kind), slot_class, location, generation) in rows:
+            if len(location) > MAX_LOCATION_BYTES:
+                raise ValueError(
+                    f"a location is at most {MAX_LOCATION_BYTES} bytes, not {len(location)}"
+                )
+            code = 1 if kind is _XXH3 else _KIND_CODES[kind]
+            content = _pack_row(code, length, value, slot_class, generation) + location
+            records.append((key, _pack_check(xxh32_intdigest(key + content)) + content))
+        return records
 
     @classmethod
     def unpack(cls, key: bytes, data: bytes) -> Row | None:
         """The row; None where the record is damaged."""
-        if not 0 <= len(data) - _SEALED_ROW.size <= MAX_LOCATION_BYTES:
+        if not _SHORTEST_ROW <= len(data) <= _LONGEST_ROW:
             return None
-        check, code, length, value, slot_class, generation = _SEALED_ROW.unpack_from(data)
+        check, code, length, value, slot_class, generation = _unpack_row(data)
         kind = _KINDS.get(code)
-        if kind is None or check != xxh32_intdigest(key + data[_CHECK.size :]):
+        if kind is None or check != xxh32_intdigest(key + data[4:]):
             return None
-        checksum = BlockChecksum(length, value, kind)
-        return cls(checksum, slot_class, data[_SEALED_ROW.size :], generation)
+        checksum = _new(BlockChecksum, (length, value, kind))
+        return _new(cls, (checksum, slot_class, data[_SHORTEST_ROW:], generation))
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRecord:
+class BlockRecord(NamedTuple):
     """What all ranks' parts of a block have in common."""
 
     slot_class: int
     tick: int
-    """When it was used last, as a number that grows."""
+    """Orders victims: the least goes first."""
+    group: int
+    """Number of the record of `order` that has the block's key."""
     world_size: int
     present: int
     """How many ranks' rows are published."""
@@ -86,25 +104,20 @@ class BlockRecord:
         """Whether all ranks have their part."""
         return self.present == self.world_size
 
-    def pack(self, key: bytes) -> bytes:
-        """The record under `key`."""
-        return self.packed(key, self.slot_class, self.tick, self.world_size, self.present)
-
-    @staticmethod
-    def packed(key: bytes, slot_class: int, tick: int, world_size: int, present: int) -> bytes:
-        """What `pack` gives for a record with these fields."""
-        content = _BLOCK.pack(slot_class, tick, world_size, present)
-        return _CHECK.pack(xxh32_intdigest(key + content)) + content
+    def packed(self, keys: Sequence[FullKey]) -> list[tuple[FullKey, bytes]]:
+        """(key, record) of several blocks, of which all is the same."""
+        content = _BLOCK.pack(*self)
+        return [(key, _pack_check(xxh32_intdigest(key + content)) + content) for key in keys]
 
     @classmethod
     def unpack(cls, key: bytes, data: bytes | None) -> BlockRecord | None:
         """The record; None where it is missing or damaged."""
         if data is None or len(data) != _SEALED_BLOCK.size:
             return None
-        check, slot_class, tick, world_size, present = _SEALED_BLOCK.unpack(data)
+        check, *fields = _SEALED_BLOCK.unpack(data)
         if check != xxh32_intdigest(key + data[_CHECK.size :]):
             return None
-        return cls(slot_class, tick, world_size, present)
+        return cls._make(fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 
 from tiered_kv.errors import UnsupportedError
 
-__all__ = ["CudaDevice", "Device", "Lane", "Mark", "device_of"]
+__all__ = ["CudaDevice", "Device", "Lane", "Mark", "default_device", "device_of"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of this process
 
@@ -115,6 +115,13 @@ def device_of(device: torch.device) -> Device | None:
         f"the engine's KV cache is on {device}; tiered-kv copies to and from CUDA devices (ROCm "
         "included) and host memory"
     )
+
+
+def default_device() -> torch.device:
+    """Where an engine would compute on this machine: the current CUDA device, else host memory."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class CudaDevice:

@@ -2,12 +2,19 @@
 prefix is worth loading."""
 
 from tiered_kv.placement.admission import Admission, required_uses
-from tiered_kv.placement.catalog import Allocation, CatalogCounts, HostCatalog, SlotState
+from tiered_kv.placement.catalog import HostCatalog
 from tiered_kv.placement.gate import Cut, CutReason, GroupPrefix, TierLoad, choose_cut
 from tiered_kv.placement.lru import LruPolicy
+from tiered_kv.placement.policies import BUILT_IN, DEFAULT_POLICY, Policies
+from tiered_kv.placement.replay import Replay, ReplayTier, TierCounts, TracedRequest
+from tiered_kv.placement.scoring import AgedFrequency
+from tiered_kv.placement.slots import Allocation, CatalogCounts, SlotState
 
 __all__ = [
+    "BUILT_IN",
+    "DEFAULT_POLICY",
     "Admission",
+    "AgedFrequency",
     "Allocation",
     "CatalogCounts",
     "Cut",
@@ -15,8 +22,13 @@ __all__ = [
     "GroupPrefix",
     "HostCatalog",
     "LruPolicy",
+    "Policies",
+    "Replay",
+    "ReplayTier",
     "SlotState",
+    "TierCounts",
     "TierLoad",
+    "TracedRequest",
     "choose_cut",
     "required_uses",
 ]

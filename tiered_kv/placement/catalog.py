@@ -14,6 +14,9 @@ with its generation: a key may have been forgotten, and stored anew elsewhere, i
 
 Slots are filled by stores, or by promotions, which bring blocks from slower tiers; how many slots
 each may hold at once is up to whoever asks for them.
+
+A block of a prefix is of no use without those before it. So, whatever the policy says, none goes
+while one behind it is here, and those behind one that is forgotten are forgotten with it.
 """
 
 from __future__ import annotations
@@ -21,75 +24,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from tiered_kv.contracts import EvictionPolicy
 from tiered_kv.placement.lru import LruPolicy
+from tiered_kv.placement.slots import Allocation, CatalogCounts, Leaseholder, SlotState, Use
 from tiered_kv.specs import SlotRef
-from tiered_kv.values import BlockKey, JobId
+from tiered_kv.values import BlockKey
 
-__all__ = ["Allocation", "CatalogCounts", "HostCatalog", "Leaseholder", "SlotState"]
+__all__ = ["HostCatalog"]
 
-Leaseholder: TypeAlias = str | JobId
-"""On whose behalf a block is protected: a request, or the promotion that brought it."""
+RAISED_SHARE = 0.25
+"""Of the slots, what blocks of a raised priority may hold; beyond it they are like others."""
 
-
-class SlotState(Enum):
-    """What a look-up finds."""
-
-    READY = "ready"
-    """Whole on all ranks; loadable."""
-    STORING = "storing"
-    """On its way into the slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """What `HostCatalog.allocate` did."""
-
-    slots: Mapping[BlockKey, SlotRef]
-    """The keys that got a slot, in the order in which they were given."""
-    evicted: tuple[BlockKey, ...]
-    """Keys that had to go."""
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogCounts:
-    """A snapshot of the slots; `free`, `storing`, `resident` and `orphaned` add up to all."""
-
-    slots: int
-    free: int
-    storing: int
-    resident: int
-    """Ready blocks."""
-    orphaned: int
-    """Slots whose block is forgotten and that somebody still needs."""
-    pinned: int
-    """Slots that loads pin."""
-    held: int
-    """Slots, other than storing ones, that a rank has not released (write-behind)."""
-    leased: int
-    """Keys that a look-up protects."""
-    strays: int
-    """Reports that fitted no slot and were ignored: stale or repeated ones."""
-
-
-@dataclass(slots=True)
-class _Use:
-    """A slot that is not free."""
-
-    ref: SlotRef
-    key: BlockKey
-    holders: set[int]
-    promotion: bool = False
-    ready: bool = False
-    forgotten: bool = False
-    pins: int = 0
-    leases: dict[Leaseholder, float] = field(default_factory=dict)
-    """Until when, by holder."""
+NO_PARENTS: Mapping[BlockKey, BlockKey | None] = {}
 
 
 class HostCatalog:
@@ -118,8 +66,8 @@ class HostCatalog:
         self._clock = clock
         self._free = list(range(slots))
         self._generations = [0] * slots
-        self._uses: list[_Use | None] = [None] * slots
-        self._keys: dict[BlockKey, _Use] = {}
+        self._uses: list[Use | None] = [None] * slots
+        self._keys: dict[BlockKey, Use] = {}
         self._leases: dict[Leaseholder, set[BlockKey]] = {}
         self._expiries: list[tuple[float, int, Leaseholder]] = []
         self._sequence = itertools.count()
@@ -128,7 +76,10 @@ class HostCatalog:
         self._unreleased = {False: 0, True: 0}
         """Slots that a rank has not released, by whether they were for promotions."""
         self._orphaned = 0
+        self._raised = 0
         self._strays = 0
+        self.version = 0
+        """Grows whenever a block has come, or has gone."""
 
     # -------------------------------------------------------------------------------- questions
 
@@ -138,6 +89,19 @@ class HostCatalog:
         if use is None:
             return None
         return SlotState.READY if use.ready else SlotState.STORING
+
+    def look_up(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Those of the keys that are ready, and those that are on their way; in their order."""
+        known = self._keys
+        if known.keys().isdisjoint(keys):
+            return [], []
+        ready: list[BlockKey] = []
+        storing: list[BlockKey] = []
+        for key in keys:
+            use = known.get(key)
+            if use is not None:
+                (ready if use.ready else storing).append(key)
+        return ready, storing
 
     def slot(self, key: BlockKey) -> SlotRef | None:
         """Where a ready block lies, else None; `pin` keeps it there."""
@@ -193,6 +157,11 @@ class HostCatalog:
 
     # -------------------------------------------------------------------------------- storing
 
+    def wanted(self, keys: Sequence[BlockKey]) -> None:
+        """A request wants these blocks, whether they are here or not: a prefix in order, or what
+        it grew by. Call it once for each request and block."""
+        self._policy.wanted(keys, self._clock())
+
     def allocate(
         self,
         keys: Sequence[BlockKey],
@@ -200,19 +169,27 @@ class HostCatalog:
         *,
         most: int | None = None,
         promotion: bool = False,
+        parents: Mapping[BlockKey, BlockKey | None] = NO_PARENTS,
+        forced: Collection[BlockKey] | None = None,
+        priority: int = 0,
     ) -> Allocation:
         """Hand out slots to be filled by `ranks` ranks, which hold them until they release them.
 
         Keys that are here already are left out. What does not fit is left out too, from the end
         of `keys`: blocks of a prefix are of no use without those before. Ready blocks go in the
-        policy's order where room is needed, but none that is pinned, leased, held by a rank, or
-        among `keys`.
+        policy's order where room is needed, but none that is pinned, leased, held by a rank,
+        needed by one behind it or among `keys`, of a higher priority, or among `keys`.
 
         Args:
             keys: blocks, those of a prefix in order.
             ranks: how many ranks fill each slot.
             most: so many slots at most; below 0 is none.
             promotion: whether the blocks come from a slower tier (`unreleased` tells them apart).
+            parents: the block before each one, as far as it has one and that is known.
+            forced: what is stored as long as there are slots, with all that is given before it;
+                others only where the policy finds them worth the block that goes, and where the
+                block before them is here. None: all.
+            priority: that of the blocks.
 
         Raises:
             ValueError: `ranks` is less than 1.
@@ -224,30 +201,83 @@ class HostCatalog:
         fresh = [key for key in asked if key not in self._keys]
         if most is not None:
             fresh = fresh[: max(0, most)]
-        evicted = self._make_room(len(fresh), asked)
+        kept = asked | {parent: None for key in fresh if (parent := parents.get(key)) is not None}
+        certain = len(fresh)
+        if forced is not None:
+            certain = max((n for n, key in enumerate(fresh, 1) if key in forced), default=0)
+        evicted: list[BlockKey] = []
         slots: dict[BlockKey, SlotRef] = {}
-        for key in fresh[: len(self._free)]:
-            number = heapq.heappop(self._free)
-            self._generations[number] += 1
-            ref = SlotRef(number, self._generations[number])
-            use = _Use(ref, key, set(range(ranks)), promotion)
-            self._unreleased[promotion] += 1
-            self._uses[number] = self._keys[key] = use
-            slots[key] = ref
+        free, known, policy = self._free, self._keys, self._policy
+        leaving: Iterator[Use] | None = None
+        for position, key in enumerate(fresh):
+            parent = parents.get(key)
+            before = None if parent is None else known.get(parent)
+            if promotion and before is not None and not before.ready:
+                before = None  # where that does not come, another tier may have it
+            if position >= certain and before is None and parent is not None:
+                break
+            if not free:
+                if leaving is None:
+                    leaving = self._leaving(kept, priority)
+                victim = next(leaving, None)
+                if victim is None:
+                    break
+                if position >= certain and not policy.admits(key, victim.key):
+                    break
+                evicted.append(victim.key)
+                self._forget(victim)
+            slots[key] = self._take(key, ranks, before, promotion, priority)
         return Allocation(slots, tuple(evicted))
+
+    def _leaving(self, keep: Mapping[BlockKey, None], priority: int) -> Iterator[Use]:
+        """Blocks that may go, in order; each has gone when the next one is asked for."""
+        went = True
+        while went:  # a block that another one needed may go when that has gone
+            went = False
+            for key in self._policy.victims():
+                use = self._keys[key]
+                if use.priority <= priority and key not in keep and self._idle(use):
+                    went = True
+                    yield use
+
+    def _idle(self, use: Use) -> bool:
+        return not (use.behind or use.pins or use.holders or use.leases)
+
+    def _take(
+        self, key: BlockKey, ranks: int, before: Use | None, promotion: bool, priority: int
+    ) -> SlotRef:
+        number = heapq.heappop(self._free)
+        self._generations[number] += 1
+        ref = SlotRef(number, self._generations[number])
+        use = Use(ref, key, (1 << ranks) - 1, before, promotion=promotion)
+        if before is not None:
+            if before.behind is None:
+                before.behind = set()
+            before.behind.add(use)
+        if priority > 0 and self._raised < RAISED_SHARE * len(self._uses):
+            use.priority = priority
+            self._raised += 1
+        elif priority < 0:
+            use.priority = priority
+        self._unreleased[promotion] += 1
+        self._uses[number] = self._keys[key] = use
+        return ref
 
     def stored(self, slots: Sequence[SlotRef]) -> None:
         """All ranks have filled these slots: their blocks can be found and loaded.
 
         Give the blocks of a prefix in order: its end is then evicted before its beginning.
         """
-        for use in reversed(self._find_all(slots)):
+        ready: list[BlockKey] = []
+        for use in self._find_all(slots):
             if use.ready or use.forgotten:
                 self._strays += use.ready
                 continue
             use.ready = True
+            self.version += 1
             self._held += bool(use.holders)
-            self._policy.add(use.key)
+            ready.append(use.key)
+        self._policy.add(ready)
 
     def store_failed(self, slots: Sequence[SlotRef]) -> None:
         """At least one rank could not fill these slots: their blocks are forgotten."""
@@ -260,10 +290,10 @@ class HostCatalog:
     def release(self, slot: SlotRef, rank: int) -> None:
         """A rank needs a slot no more: it neither writes nor reads it, now or later."""
         use = self._find(slot)
-        if use is None or rank not in use.holders:
+        if use is None or not use.holders >> rank & 1:
             self._strays += use is not None
             return
-        use.holders.remove(rank)
+        use.holders ^= 1 << rank
         if not use.holders:
             self._unreleased[use.promotion] -= 1
             self._held -= use.ready or use.forgotten
@@ -272,7 +302,7 @@ class HostCatalog:
     # -------------------------------------------------------------------------------- loading
 
     def pin(self, keys: Sequence[BlockKey]) -> tuple[SlotRef, ...]:
-        """Keep blocks in their slots until `unpin`; counted, and counts as a use. All or none.
+        """Keep blocks in their slots until `unpin`; counted. All or none.
 
         Raises:
             KeyError: a key is not here, or not ready.
@@ -284,7 +314,6 @@ class HostCatalog:
         for use in reversed(uses):
             self._pinned += use.pins == 0
             use.pins += 1
-            self._policy.use(use.key)
         return tuple(use.ref for use in uses)
 
     def unpin(self, slots: Sequence[SlotRef]) -> None:
@@ -298,11 +327,6 @@ class HostCatalog:
             self._pinned -= use.pins == 0
             self._reclaim(use)
 
-    def use(self, keys: Sequence[BlockKey]) -> None:
-        """Count as used; blocks of a prefix in order. Keys that are not ready are ignored."""
-        for key in reversed(keys):
-            self._policy.use(key)
-
     # -------------------------------------------------------------------------------- leases
 
     def lease(self, keys: Iterable[BlockKey], holder: Leaseholder, until: float) -> None:
@@ -313,6 +337,8 @@ class HostCatalog:
         for key in keys:
             use = self._keys.get(key)
             if use is not None:
+                if use.leases is None:
+                    use.leases = {}
                 use.leases[holder] = max(until, use.leases.get(holder, until))
                 mine.add(key)
         if mine:
@@ -326,7 +352,7 @@ class HostCatalog:
         for key in list(mine if keys is None else mine.intersection(keys)):
             mine.discard(key)
             use = self._keys.get(key)
-            if use is not None:
+            if use is not None and use.leases is not None:
                 use.leases.pop(holder, None)
         if not mine:
             self._leases.pop(holder, None)
@@ -339,6 +365,13 @@ class HostCatalog:
         for key in keys:
             use = self._keys.get(key)
             if use is not None:
+                self._forget(use)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Let blocks go that nobody needs, those of a prefix in order; others stay."""
+        for key in reversed(keys):
+            use = self._keys.get(key)
+            if use is not None and use.ready and self._idle(use):
                 self._forget(use)
 
     def reset(self) -> None:
@@ -370,6 +403,10 @@ class HostCatalog:
                 self._unreleased[True],
                 sum(bool(u.holders) and u.promotion for u in uses),
             ),
+            "of a raised priority": (
+                self._raised,
+                sum(u.priority > 0 and not u.forgotten for u in uses),
+            ),
             "resident": (len(self._policy), sum(u.ready and not u.forgotten for u in uses)),
         }
         for what, (counted, found) in expected.items():
@@ -380,29 +417,17 @@ class HostCatalog:
                 wrong.append(f"slot {number} is free and in use")
         for number, use in enumerate(self._uses):
             if use is not None:
-                wrong.extend(self._audit_use(number, use))
+                ref = SlotRef(number, self._generations[number])
+                wrong.extend(use.audit(ref, self._keys.get(use.key), self._leases))
         for holder, keys in self._leases.items():
             for key in keys:
-                if key not in self._keys or holder not in self._keys[key].leases:
+                if key not in self._keys or holder not in (self._keys[key].leases or ()):
                     wrong.append(f"{holder} leases {key!r}, which does not know of it")
         return tuple(wrong)
 
-    def _audit_use(self, number: int, use: _Use) -> Iterable[str]:
-        if use.ref != SlotRef(number, self._generations[number]):
-            yield f"slot {number} is used under {use.ref}"
-        if use.pins < 0:
-            yield f"slot {number} has {use.pins} pins"
-        if use.forgotten and not use.holders and not use.pins:
-            yield f"slot {number} is orphaned, and nobody needs it"
-        if use.forgotten == (self._keys.get(use.key) is use):
-            yield f"slot {number}: its key {use.key!r} is known, and forgotten, or neither"
-        for holder in use.leases:
-            if use.key not in self._leases.get(holder, ()):
-                yield f"slot {number} is leased by {holder}, who does not know of it"
-
     # -------------------------------------------------------------------------------- inside
 
-    def _find(self, slot: SlotRef) -> _Use | None:
+    def _find(self, slot: SlotRef) -> Use | None:
         """The use that this reference names; a stale or unknown one is counted."""
         if 0 <= slot.number < len(self._uses):
             use = self._uses[slot.number]
@@ -411,43 +436,40 @@ class HostCatalog:
         self._strays += 1
         return None
 
-    def _find_all(self, slots: Iterable[SlotRef]) -> list[_Use]:
+    def _find_all(self, slots: Iterable[SlotRef]) -> list[Use]:
         return [use for slot in slots if (use := self._find(slot)) is not None]
 
-    def _make_room(self, wanted: int, keep: Mapping[BlockKey, None]) -> list[BlockKey]:
-        missing = wanted - len(self._free)
-        if missing <= 0:
-            return []
-        victims: list[BlockKey] = []
-        for key in self._policy.victims():
-            use = self._keys[key]
-            if not (use.pins or use.holders or use.leases or key in keep):
-                victims.append(key)
-                if len(victims) == missing:
-                    break
-        for key in victims:
-            self._forget(self._keys[key])
-        return victims
+    def _forget(self, use: Use) -> None:
+        """The block is not here any more, nor are those behind it."""
+        forgotten = [use]
+        for one in forgotten:
+            if one.forgotten:
+                continue
+            forgotten.extend(one.behind or ())
+            self._forget_one(one)
 
-    def _forget(self, use: _Use) -> None:
-        if use.forgotten:
-            return
+    def _forget_one(self, use: Use) -> None:
         del self._keys[use.key]
+        self.version += 1
+        if use.before is not None and use.before.behind is not None:
+            use.before.behind.discard(use)
+        use.before = use.behind = None
+        self._raised -= use.priority > 0
         if use.ready:
             self._policy.remove(use.key)
         else:
             self._held += bool(use.holders)
-        for holder in use.leases:
+        for holder in use.leases or ():
             keys = self._leases[holder]
             keys.remove(use.key)
             if not keys:
                 del self._leases[holder]
-        use.leases.clear()
+        use.leases = None
         use.forgotten = True
         self._orphaned += 1
         self._reclaim(use)
 
-    def _reclaim(self, use: _Use) -> None:
+    def _reclaim(self, use: Use) -> None:
         if use.forgotten and not use.holders and not use.pins:
             self._orphaned -= 1
             self._uses[use.ref.number] = None
@@ -460,7 +482,7 @@ class HostCatalog:
             holder = heapq.heappop(self._expiries)[2]
             keys = self._leases.get(holder, set())
             for key in list(keys):
-                leases = self._keys[key].leases
+                leases = self._keys[key].leases or {}
                 if leases[holder] <= now:
                     del leases[holder]
                     keys.remove(key)

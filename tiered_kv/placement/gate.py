@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, repeat, takewhile
+from operator import eq, is_not
 
 from tiered_kv.stats import LoadRate
 from tiered_kv.values import GroupGeometry
@@ -112,6 +113,17 @@ def choose_cut(
         longest: seconds after which a load is given up: no longer one is chosen.
     """
     at = unlimited = (0.0 if prefill is None else (end - computed) / prefill, computed, 0.0)
+    if len(groups) == len(tiers) == 1 and groups[0].window is None:
+        # Every block costs the same, and saves the same: where all are better than none, no cut
+        # is better than all.
+        (group,), (tier,) = groups, tiers.values()
+        tokens, found = group.geometry.tokens, _whole(group.sources)
+        last = (computed // tokens + found) * tokens
+        seconds = tier.seconds(found * group.geometry.block_bytes)
+        rest = None if prefill is None else (end - last) / prefill
+        total = 0.0 if rest is None else seconds + rest
+        if computed < last <= end and seconds <= longest and total <= at[0]:
+            return Cut(last, last, seconds, rest, seconds, None)
     hit, whole = computed, 0.0
     for position, loads in _positions(groups, computed, end, tuple(tiers)):
         hit = position
@@ -148,6 +160,13 @@ def _positions(
             yield position, {tier: sum(one.bytes(tier, position) for one in sums) for tier in tiers}
 
 
+def _whole(sources: Sequence[str | None]) -> int:
+    """Blocks before the first that is missing."""
+    if None not in sources:  # as a rule, and found out sooner
+        return len(sources)
+    return sum(1 for _ in takewhile(lambda source: source is not None, sources))
+
+
 class _Sums:
     """Running sums over the blocks of a group, so that any stretch of it is counted at once."""
 
@@ -155,17 +174,17 @@ class _Sums:
         self.group = group
         self._tokens = group.geometry.tokens
         self._first = computed // self._tokens
-        self._found = list(accumulate((s is not None for s in group.sources), initial=0))
-        self._of = {
-            tier: list(accumulate((s == tier for s in group.sources), initial=0)) for tier in tiers
+        sources = group.sources
+        self._found: list[int] = list(accumulate(map(is_not, sources, repeat(None)), initial=0))
+        self._of: dict[str, list[int]] = {
+            tier: list(accumulate(map(eq, sources, repeat(tier)), initial=0)) for tier in tiers
         }
 
     @property
     def hit(self) -> int:
         """Token at which the first block is missing."""
         sources = self.group.sources
-        found = next((i for i, source in enumerate(sources) if source is None), len(sources))
-        return (self._first + found) * self._tokens
+        return (self._first + _whole(sources)) * self._tokens
 
     @property
     def known(self) -> int:

@@ -228,6 +228,13 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
                 "pages, pinned.",
             ),
             Metric(
+                "trace_requests_total",
+                _C,
+                ("outcome",),
+                "Requests that were over while a trace is recorded, by outcome (recorded, dropped: "
+                "the recorder was slow, or could not write).",
+            ),
+            Metric(
                 "internal_errors_total",
                 _C,
                 ("where",),

@@ -54,19 +54,19 @@ class StatsRecorder:
         the error.
         """
         labels = (src, dst, tier)
-        moved = sum(status is BlockStatus.OK for status in result.statuses)
+        moved = result.statuses.count(BlockStatus.OK)
         with self._lock:
             self._add("hop_operations_total", labels, 1)
             self._add("hop_blocks_total", labels, moved)
             self._add("hop_bytes_total", labels, result.copied_bytes)
             self._add("hop_seconds_total", labels, seconds)
-            for status in result.statuses:
-                if status is not BlockStatus.OK:
-                    self._add("hop_failures_total", (*labels, status.value), 1)
+            for status in set(result.statuses) - {BlockStatus.OK}:
+                failed = result.statuses.count(status)
+                self._add("hop_failures_total", (*labels, status.value), failed)
 
     def job(self, result: JobResult) -> None:
         """A job has ended."""
-        good = sum(status is BlockStatus.OK for status in result.statuses)
+        good = result.statuses.count(BlockStatus.OK)
         outcome = "ok" if result.ok else "partial" if good else "failed"
         kind = (result.kind.value,)
         with self._lock:
@@ -190,6 +190,11 @@ class StatsRecorder:
         with self._lock:
             self._set("write_behind_blocks", (tier,), blocks)
             self._set("write_behind_bytes", (tier,), bytes_)
+
+    def traced(self, outcome: str) -> None:
+        """A request was recorded in a trace, or dropped; `outcome` says which."""
+        with self._lock:
+            self._add("trace_requests_total", (outcome,), 1)
 
     def internal_error(self, where: str) -> None:
         """An error of our own was caught at the border to the engine; `where` names the call."""

@@ -9,6 +9,7 @@ from tiered_kv.upkeep.archive import (
     ReadableStream,
     WritableStream,
 )
+from tiered_kv.upkeep.copying import Copied, copy_blocks
 from tiered_kv.upkeep.moving import (
     MOVE_BATCH_BYTES,
     Exported,
@@ -19,11 +20,13 @@ from tiered_kv.upkeep.moving import (
 from tiered_kv.upkeep.naming import (
     NoSuchNamespace,
     Resemblance,
+    differences,
     find,
     properties,
     resemblances,
     telling,
 )
+from tiered_kv.upkeep.recency import most_used_first
 from tiered_kv.upkeep.scrubbing import Pace, Scrubber
 from tiered_kv.upkeep.verifying import VERIFY_BATCH_BYTES, Verified, verify
 
@@ -35,6 +38,7 @@ __all__ = [
     "ArchiveReader",
     "ArchiveWriter",
     "ArchivedBlock",
+    "Copied",
     "Exported",
     "Imported",
     "NoSuchNamespace",
@@ -44,9 +48,12 @@ __all__ = [
     "Scrubber",
     "Verified",
     "WritableStream",
+    "copy_blocks",
+    "differences",
     "export_blocks",
     "find",
     "import_blocks",
+    "most_used_first",
     "properties",
     "resemblances",
     "telling",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from tiered_kv.contracts import BlockStore, NewBlock, Place
 from tiered_kv.errors import ArchiveError, NoSpace
 from tiered_kv.upkeep.archive import ArchivedBlock, ArchiveReader, ArchiveWriter
-from tiered_kv.values import PAGE_BYTES, BlockKey, BlockStatus
+from tiered_kv.upkeep.reading import Areas, Flaw, read_whole, round_up
+from tiered_kv.upkeep.recency import OrderOfUse
+from tiered_kv.values import PAGE_BYTES, BlockKey
 
-__all__ = ["MOVE_BATCH_BYTES", "Exported", "Imported", "export_blocks", "import_blocks"]
+__all__ = [
+    "MOVE_BATCH_BYTES",
+    "Exported",
+    "Imported",
+    "Progress",
+    "export_blocks",
+    "import_blocks",
+]
 
 MOVE_BATCH_BYTES = 8 * 2**20
 """About how much is moved at once, all ranks together."""
@@ -64,6 +71,7 @@ def export_blocks(
     most_bytes: int | None = None,
     batch_bytes: int = MOVE_BATCH_BYTES,
     progress: Progress = lambda parts: None,
+    pace: Callable[[int], object] = lambda nbytes: None,
 ) -> Exported:
     """Write blocks to an archive, each after its bytes were verified, and finish it. A block is
     written with the parts of all `stores`, or not at all.
@@ -78,52 +86,32 @@ def export_blocks(
         most_bytes: end before the archive holds more bytes of blocks than that.
         batch_bytes: about how much is read at once.
         progress: see `Progress`.
+        pace: called after each batch with the bytes that were read; it may sleep.
 
     Raises:
         TierError: a store does not work.
         ArchiveError: the archive cannot be written, or there is no memory for a block.
     """
     done = Exported()
-    area = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-    count = max(1, batch_bytes // (area * len(stores)))
-    memory = _Memory(count * area * len(stores))
-    waiting = iter(keys)
-    while batch := list(islice(waiting, count)):
-        memory.clear()
-        areas = {rank: [memory.take(area) for _ in batch] for rank in stores}
-        found = {rank: store.read(batch, areas[rank]) for rank, store in stores.items()}
-        for place, key in enumerate(batch):
-            whole: list[tuple[ArchivedBlock, memoryview]] = []
-            problems: set[str] = set()
-            for rank in stores:
-                result = found[rank][place]
-                checksum = result.checksum
-                if result.status is BlockStatus.MISSING:
-                    problems.add("missing")
-                elif result.status is not BlockStatus.OK or checksum is None:
-                    problems.add("unreadable")
-                else:
-                    data = areas[rank][place][: checksum.length]
-                    if checksum.verifies(key, rank, data):
-                        whole.append((ArchivedBlock(key, rank, checksum), data))
-                    else:
-                        problems.add("corrupt")
-            size = sum(data.nbytes for _, data in whole)
-            if "corrupt" in problems:
+    batches = read_whole(stores, keys, block_bytes=block_bytes, batch_bytes=batch_bytes)
+    for batch in batches:
+        for block in batch:
+            if block.flaw is Flaw.CORRUPT:
                 done.corrupt += 1
-            elif "unreadable" in problems:
+            elif block.flaw is Flaw.UNREADABLE:
                 done.unreadable += 1
-            elif problems:
+            elif block.flaw is not None:
                 done.missing += 1
-            elif most_bytes is not None and done.bytes + size > most_bytes:
+            elif most_bytes is not None and done.bytes + block.nbytes > most_bytes:
                 writer.finish()
                 return done
             else:
-                for block, data in whole:
-                    writer.add(block, data)
+                for part in block.parts:
+                    writer.add(ArchivedBlock(block.key, part.rank, part.checksum), part.data)
                 done.blocks += 1
-                done.bytes += size
+                done.bytes += block.nbytes
         progress(len(batch) * len(stores))
+        pace(sum(block.nbytes for block in batch))
     writer.finish()
     return done
 
@@ -134,10 +122,12 @@ def import_blocks(
     *,
     batch_bytes: int = MOVE_BATCH_BYTES,
     progress: Progress = lambda parts: None,
+    pace: Callable[[int], object] = lambda nbytes: None,
 ) -> Imported:
     """Store the blocks of an archive, each after its bytes were verified; those that are there are
     skipped. Stops at damage that hides where the next block begins, and where there is no room;
-    what was stored before stays.
+    what was stored before stays. In the end they are marked as used in the order of the archive,
+    the first as the most recently used.
 
     Blocks; takes memory of `batch_bytes`, at least one block.
 
@@ -148,12 +138,13 @@ def import_blocks(
         batch_bytes: about how much is stored at once; a small part of what the tier holds, since
             ranks' parts of a block come one after the other, and the first must not be gone then.
         progress: see `Progress`.
+        pace: called with the bytes of parts that were read; it may sleep.
 
     Raises:
         TierError: a store does not work.
         ArchiveError: there is no memory for a block of the length that the archive allows.
     """
-    return _Importing(reader, store_of, max(batch_bytes, _round_up(PAGE_BYTES)), progress).run()
+    return _Importing(reader, store_of, max(batch_bytes, PAGE_BYTES), progress, pace).run()
 
 
 class _Importing:
@@ -165,13 +156,16 @@ class _Importing:
         store_of: Callable[[int], BlockStore],
         batch_bytes: int,
         progress: Progress,
+        pace: Callable[[int], object],
     ) -> None:
+        self._pace = pace
         self._reader = reader
         self._store_of = store_of
         self._progress = progress
-        self._memory = _Memory(max(batch_bytes, _round_up(reader.contents.block_bytes)))
+        self._memory = Areas(max(batch_bytes, round_up(reader.contents.block_bytes)))
         self._batch: dict[tuple[int, BlockKey], tuple[NewBlock, memoryview]] = {}
         self._done = Imported()
+        self._order: dict[int, OrderOfUse] = {}
 
     def run(self) -> Imported:
         done = self._done
@@ -183,6 +177,8 @@ class _Importing:
         except ArchiveError as error:
             done.damage = str(error)
         self._store()
+        for rank, order in [*self._order.items()][:1]:  # a use counts for all ranks' parts
+            order.mark(self._store_of(rank))
         return done
 
     def _take(self, block: ArchivedBlock) -> None:
@@ -194,6 +190,7 @@ class _Importing:
                 return
         data = self._memory.take(length)
         self._reader.read_into(data)
+        self._pace(length)
         if block.checksum.verifies(block.key, block.rank, data):
             self._batch[name] = (NewBlock(block.key, block.checksum), data)
         else:
@@ -226,6 +223,9 @@ class _Importing:
             if place is not None
         ]
         mine = [place for place, _ in new]
+        order = self._order.setdefault(rank, OrderOfUse())
+        for block, _ in entries:
+            order.note(block.key)
         try:
             store.write(mine, [data for _, data in new])
             store.publish(mine)
@@ -236,35 +236,3 @@ class _Importing:
         self._done.bytes += sum(data.nbytes for _, data in new)
         self._done.present += len(entries) - len(new)
         self._progress(len(entries))
-
-
-class _Memory:
-    """Page-aligned memory, given out from its beginning and taken back as a whole."""
-
-    def __init__(self, nbytes: int) -> None:
-        try:
-            # Private, so that it is not counted as shared memory.
-            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise ArchiveError(f"there is no memory for blocks of {nbytes} bytes") from error
-        self._all = memoryview(mapped)
-        self._used = 0
-
-    @property
-    def left(self) -> int:
-        """Bytes that are not given out."""
-        return self._all.nbytes - self._used
-
-    def take(self, nbytes: int) -> memoryview:
-        """The next bytes, at a page's boundary."""
-        taken = self._all[self._used : self._used + nbytes]
-        self._used += _round_up(nbytes)
-        return taken
-
-    def clear(self) -> None:
-        """Take everything back."""
-        self._used = 0
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -8,7 +8,15 @@ from difflib import get_close_matches
 
 from tiered_kv.values import Namespace
 
-__all__ = ["NoSuchNamespace", "Resemblance", "find", "properties", "resemblances", "telling"]
+__all__ = [
+    "NoSuchNamespace",
+    "Resemblance",
+    "differences",
+    "find",
+    "properties",
+    "resemblances",
+    "telling",
+]
 
 MOST_ALIKE = 4
 """Namespaces that differ in more fields than this are not told as alike."""
@@ -72,7 +80,7 @@ def resemblances(namespaces: Sequence[Namespace]) -> list[Resemblance]:
     for namespace in namespaces:
         others = [other for other in namespaces if other.id != namespace.id]
         nearest = min(
-            ((_differences(namespace, other), other.id) for other in others),
+            ((differences(namespace, other), other.id) for other in others),
             key=lambda pair: (len(pair[0]), pair[1]),
             default=None,
         )
@@ -85,7 +93,9 @@ def resemblances(namespaces: Sequence[Namespace]) -> list[Resemblance]:
     return found
 
 
-def _differences(one: Namespace, other: Namespace) -> tuple[tuple[str, str, str], ...]:
+def differences(one: Namespace, other: Namespace) -> tuple[tuple[str, str, str], ...]:
+    """(field, value in the one, value in the other) where they differ, sorted by field; "" where
+    one does not have it."""
     mine, theirs = properties(one), properties(other)
     names = sorted(mine.keys() | theirs.keys())
     return tuple(

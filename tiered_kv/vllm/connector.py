@@ -30,10 +30,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
-from vllm.v1.kv_offload.base import make_offload_key
 
 from tiered_kv.config import require_room
 from tiered_kv.connector import (
+    USUAL,
     Answering,
     Border,
     ConnectorMetadata,
@@ -41,10 +41,12 @@ from tiered_kv.connector import (
     StepTimer,
     WorkerConnector,
     allowed_tiers,
+    care_for,
     guarded,
 )
 from tiered_kv.errors import ConfigError, IdentityError
 from tiered_kv.memory import CacheRef, KVCaches
+from tiered_kv.values import BlockKey
 from tiered_kv.vllm.compat import group_keys, offer_again, to_adapter, windows_of
 from tiered_kv.vllm.jobs import (
     TieredHandshake,
@@ -58,6 +60,8 @@ from tiered_kv.vllm.setup import SPEC, Setup, make_setup
 from tiered_kv.vllm.spec import CapturedCaches, TieredKVManager, TieredKVSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -290,7 +294,12 @@ class TieredKVConnector(OffloadingConnector):
         except ConfigError as error:
             logger.warning("request %s: %s; all tiers may answer", request.request_id, error)
             tiers = None
-        self.manager.on_new_request(request.request_id, tiers)
+        try:
+            care = care_for(request.kv_transfer_params)
+        except ConfigError as error:
+            logger.warning("request %s: %s; its hints are ignored", request.request_id, error)
+            care = USUAL
+        self.manager.on_new_request(request.request_id, tiers, care)
         if request.lora_request is not None:
             self._tiered.adapt(request.request_id, to_adapter(request.lora_request))
 
@@ -300,7 +309,8 @@ class TieredKVConnector(OffloadingConnector):
         """Ask all tiers about the whole request at once; vLLM's half then reads the answers."""
         if not self._ask(request, num_computed_tokens):
             return None, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        with self._tiered.reading(request.request_id):
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     @guarded(_bar)
     def _ask(self, request: Request, num_computed_tokens: int) -> bool:
@@ -311,13 +321,38 @@ class TieredKVConnector(OffloadingConnector):
         if naming.host_only:
             self.manager.keep_in_host(request.request_id)
         if naming.cached and not request.skip_reading_prefix_cache:
-            keys = [
-                make_offload_key(block_hash, group)
-                for block_hash, group in group_keys(request, self._hashes)
-            ]
-            ours = self._tiered.keys_of(request.request_id, keys)
-            self.manager.lookup(request.request_id, ours, num_computed_tokens, request.num_tokens)
+            name, hashes = request.request_id, request.block_hashes
+            # They are only ever added to; the last one tells of all before it.
+            mark = (request.num_tokens, len(hashes), *hashes[-1:])
+            if not self.manager.still_holds(name, num_computed_tokens, mark):
+                ours = self._tiered.keys_of(name, group_keys(request, self._hashes))
+                self.manager.lookup(name, ours, num_computed_tokens, request.num_tokens, mark)
         return True
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, as the tiers keep them."""
+        return self.manager.block_tokens
+
+    def held(self, request: Request) -> Mapping[str, int]:
+        """By store tier, how many tokens of a request without an adapter could be loaded from it
+        alone."""
+        keys = [BlockKey(key) for key in group_keys(request, self._hashes)]
+        return self.manager.held(keys, request.num_tokens)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over; what it was answered with is noted for a trace."""
+        self.manager.note_answer(request.request_id, request.num_output_tokens)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same where the engine has several KV groups."""
+        self.manager.note_answer(request.request_id, request.num_output_tokens)
+        return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's message to the ranks: vLLM's jobs, and our orders beside them."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -26,11 +26,14 @@ from tiered_kv.errors import RefuseToStart, TieredKVError, UnsupportedError
 from tiered_kv.stats import StatsSnapshot
 
 __all__ = [
+    "Chat",
     "EngineProcess",
     "Generated",
     "Messages",
+    "Prompt",
     "PromptLimits",
     "PromptText",
+    "Warmth",
     "offline_environment",
     "require_vllm",
 ]
@@ -49,8 +52,38 @@ _LOG_LINES = 30
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 """A conversation for the model's chat template."""
 
-PromptText: TypeAlias = str | Messages
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, and what else an OpenAI request says that the chat template uses."""
+
+    messages: Messages
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As `chat_template_kwargs` of a request."""
+
+
+PromptText: TypeAlias = str | Messages | Chat
 """What is not token ids yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One of several prompts that are answered together."""
+
+    token_ids: tuple[int, ...]
+    tiers: tuple[str, ...] | None = None
+    """Names of the tiers that may answer; all if None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmth:
+    """How much of a prompt lies in the tiers already."""
+
+    tokens: int
+    """What a tier can hold of it: whole blocks."""
+    held: Mapping[str, int]
+    """By tier, how many tokens from its beginning lie there; 0 for a tier that does not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +108,7 @@ class PromptLimits:
     vocabulary: int
     """Token ids are below this."""
     block_tokens: int
-    """Tokens of the engine's own block; shorter prompts are not cached."""
+    """Tokens of a block, as the tiers keep them: of shorter prompts nothing is kept."""
 
 
 def require_vllm() -> None:
@@ -94,15 +127,15 @@ def require_vllm() -> None:
 def offline_environment() -> dict[str, str]:
     """This process's environment, and defaults that suit an engine which one process drives.
 
-    What the user has set stays. The engine runs inside its process, so that an error at its start
-    arrives as it was raised.
+    What the user has set stays, but that the scheduler runs inside this process: so an error at
+    its start arrives as it was raised, and it can be asked what the tiers hold.
     """
-    return {
+    defaults = {
         "PYTHONFAULTHANDLER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-    } | dict(os.environ)
+    }
+    return defaults | dict(os.environ) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 class EngineProcess:
@@ -170,7 +203,7 @@ class EngineProcess:
 
     def encode(self, prompts: Iterable[PromptText]) -> list[tuple[int, ...]]:
         """Token ids of texts, and of conversations through the model's chat template."""
-        wanted = [text if isinstance(text, str) else list(text) for text in prompts]
+        wanted = [_on_the_wire(text) for text in prompts]
         return [tuple(ids) for ids in self._ask("encode", ANSWER_SECONDS, prompts=wanted)]
 
     def limits(self) -> PromptLimits:
@@ -195,6 +228,31 @@ class EngineProcess:
             tiers=None if tiers is None else list(tiers),
         )
         return Generated(**(raw | {"token_ids": tuple(raw["token_ids"])}))
+
+    def generate_all(self, prompts: Sequence[Prompt], *, max_tokens: int) -> list[Generated]:
+        """As `generate`, for several prompts at once: the engine answers them side by side."""
+        found = self._ask(
+            "generate_all",
+            ANSWER_SECONDS * max(1, len(prompts)),
+            prompts=[asdict(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+        )
+        return [Generated(**(raw | {"token_ids": tuple(raw["token_ids"])})) for raw in found]
+
+    def warmth(self, prompts: Sequence[Sequence[int]], seconds: float) -> list[Warmth]:
+        """How much of each prompt lies in each store tier. An engine that was just started reads
+        the tiers' indexes first; that is waited for, at most so many seconds.
+
+        Raises:
+            TieredKVError: also where a tier was not ready by then.
+        """
+        found = self._ask(
+            "warmth",
+            seconds + ANSWER_SECONDS,
+            prompts=[list(ids) for ids in prompts],
+            seconds=seconds,
+        )
+        return [Warmth(**raw) for raw in found]
 
     def reset_prefix_cache(self) -> None:
         """Forget what the engine itself has cached. The tiers keep what they hold."""
@@ -277,6 +335,17 @@ class EngineProcess:
             lines = [f"(its log {self._log} cannot be read: {error})"]
         tail = "\n".join(lines[-_LOG_LINES:]) or "(nothing)"
         return TieredKVError(f"the engine {what}; it printed at last:\n{tail}")
+
+
+def _on_the_wire(text: PromptText) -> Any:
+    if isinstance(text, str):
+        return text
+    chat = text if isinstance(text, Chat) else Chat(text)
+    return {
+        "messages": list(chat.messages),
+        "tools": list(chat.tools) or None,
+        "chat_template_kwargs": dict(chat.template_arguments),
+    }
 
 
 def _stream(stream: Any) -> Any:

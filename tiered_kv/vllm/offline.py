@@ -23,7 +23,8 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
 from tiered_kv.errors import RefuseToStart, TieredKVError
 from tiered_kv.stats import METRICS, GaugeValue, MetricKind, Series, StatsSnapshot
-from tiered_kv.vllm.engine_process import Generated, PromptLimits
+from tiered_kv.vllm.engine_process import Generated, PromptLimits, Warmth
+from tiered_kv.vllm.inside import bare_request, chat_tokens, scheduler_connector
 
 __all__ = ["OfflineEngine", "main"]
 
@@ -32,7 +33,7 @@ METRIC_PREFIX = "vllm:tiered_kv_"
 SHORT = tuple(range(8))
 """A prompt shorter than any block: nothing is stored or loaded for it."""
 
-SETTLE_STEP_SECONDS = 0.1
+SETTLE_STEP_SECONDS = 0.05
 
 IDLE_STEP_SECONDS = 0.001
 
@@ -68,18 +69,14 @@ class OfflineEngine:
         self.generate(SHORT, 4, None)
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of each text or conversation."""
+        """Token ids of each text or conversation; as vLLM's server makes them of a request."""
         tokenizer = self.llm.get_tokenizer()
-        encoded: list[list[int]] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                encoded.append(list(tokenizer.encode(prompt)))
-            else:
-                text: Any = tokenizer.apply_chat_template(
-                    prompt, tokenize=False, add_generation_prompt=True
-                )
-                encoded.append(list(tokenizer.encode(text, add_special_tokens=False)))
-        return encoded
+        return [
+            list(tokenizer.encode(prompt))
+            if isinstance(prompt, str)
+            else chat_tokens(self.llm, **prompt)
+            for prompt in prompts
+        ]
 
     def limits(self) -> dict[str, int]:
         """What a prompt must keep to; see `PromptLimits`."""
@@ -87,53 +84,73 @@ class OfflineEngine:
         limits = PromptLimits(
             max_model_len=config.model_config.max_model_len,
             vocabulary=config.model_config.get_vocab_size(),
-            block_tokens=config.cache_config.block_size,
+            block_tokens=scheduler_connector(self.llm).block_tokens,
         )
         return asdict(limits)
+
+    def warmth(self, prompts: Sequence[Sequence[int]], seconds: float) -> list[dict[str, Any]]:
+        """How much of each prompt lies in each store tier; see `EngineProcess.warmth`."""
+        connector = scheduler_connector(self.llm)
+        deadline = time.monotonic() + seconds
+        while any(state != "ready" for state in connector.manager.states().values()):
+            if time.monotonic() > deadline:
+                states = connector.manager.states().items()
+                said = ", ".join(f"{tier}: {state}" for tier, state in states if state != "ready")
+                raise TieredKVError(
+                    f"it is not known what the tiers hold ({said}) after {seconds:.0f} s"
+                )
+            time.sleep(IDLE_STEP_SECONDS)
+        step = connector.block_tokens
+        found: list[dict[str, Any]] = []
+        for ids in prompts:
+            request = bare_request(self.llm, f"warmth-{next(self._numbers)}", ids)
+            held = connector.held(request)
+            found.append(asdict(Warmth(len(ids) // step * step if step else 0, held)))
+        return found
 
     def generate(
         self, token_ids: Sequence[int], max_tokens: int, tiers: Sequence[str] | None
     ) -> dict[str, Any]:
         """Answer one prompt; see `EngineProcess.generate`."""
-        hint = None if tiers is None else {"tiered_kv": {"tiers": list(tiers)}}
-        request = self._answer(
-            TokensPrompt(prompt_token_ids=list(token_ids)),
-            SamplingParams(
+        [answer] = self.generate_all([{"token_ids": token_ids, "tiers": tiers}], max_tokens)
+        return answer
+
+    def generate_all(
+        self, prompts: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> list[dict[str, Any]]:
+        """Answer several prompts side by side; see `EngineProcess.generate_all`."""
+        numbers: list[str] = []
+        for prompt in prompts:
+            tiers = prompt["tiers"]
+            hint = None if tiers is None else {"tiered_kv": {"tiers": list(tiers)}}
+            params = SamplingParams(
                 temperature=0.0,
                 max_tokens=max_tokens,
                 ignore_eos=True,
                 extra_args=None if hint is None else {"kv_transfer_params": hint},
-            ),
-        )
-        [completion] = request.outputs
-        if len(completion.token_ids) != max_tokens:
-            raise RuntimeError(
-                f"{len(completion.token_ids)} of {max_tokens} tokens came, finish reason "
-                f"{completion.finish_reason!r}"
             )
-        metrics: Any = request.metrics
-        answer = Generated(
-            token_ids=tuple(completion.token_ids),
-            text=completion.text,
-            prompt_tokens=len(token_ids),
-            cached_tokens=request.num_cached_tokens or 0,
-            first_token_seconds=float(metrics.first_token_latency),
-        )
-        return asdict(answer)
+            number = str(next(self._numbers))
+            tokens = TokensPrompt(prompt_token_ids=list(prompt["token_ids"]))
+            self.llm.llm_engine.add_request(number, tokens, params)
+            numbers.append(number)
+        answers = self._answers(set(numbers))
+        return [asdict(_generated(answers[number], max_tokens)) for number in numbers]
 
-    def _answer(self, prompt: TokensPrompt, params: SamplingParams) -> RequestOutput:
+    def _answers(self, waiting: set[str]) -> dict[str, RequestOutput]:
         """As `LLM.generate`, but leave the interpreter to the transfers where a step did nothing:
         an engine inside this process would spin while a request waits for its blocks, as vLLM's
         engine process does not."""
         engine = self.llm.llm_engine
-        engine.add_request(str(next(self._numbers)), prompt, params)
-        while True:
+        answers: dict[str, RequestOutput] = {}
+        while waiting:
             outputs = engine.step()
             for output in outputs:
                 if isinstance(output, RequestOutput) and output.finished:
-                    return output
+                    answers[output.request_id] = output
+                    waiting.discard(output.request_id)
             if not outputs:
                 time.sleep(IDLE_STEP_SECONDS)
+        return answers
 
     def reset_prefix_cache(self) -> None:
         """Forget what the engine itself has cached."""
@@ -175,6 +192,23 @@ class OfflineEngine:
             cleanup_dist_env_and_memory()
 
 
+def _generated(request: RequestOutput, max_tokens: int) -> Generated:
+    [completion] = request.outputs
+    if len(completion.token_ids) != max_tokens:
+        raise RuntimeError(
+            f"{len(completion.token_ids)} of {max_tokens} tokens came, finish reason "
+            f"{completion.finish_reason!r}"
+        )
+    metrics: Any = request.metrics
+    return Generated(
+        token_ids=tuple(completion.token_ids),
+        text=completion.text,
+        prompt_tokens=len(request.prompt_token_ids or ()),
+        cached_tokens=request.num_cached_tokens or 0,
+        first_token_seconds=float(metrics.first_token_latency),
+    )
+
+
 def snapshot() -> StatsSnapshot:
     """This process's metrics of the tiers, under the names that they have outside vLLM.
 
@@ -205,6 +239,8 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         "encode": engine.encode,
         "limits": engine.limits,
         "generate": engine.generate,
+        "generate_all": engine.generate_all,
+        "warmth": engine.warmth,
         "reset_prefix_cache": engine.reset_prefix_cache,
         "stats": engine.stats,
         "settle": engine.settle,

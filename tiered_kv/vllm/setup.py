@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 )
 
 from tiered_kv.config import load
+from tiered_kv.connector import auto_chunk
 from tiered_kv.connector.assembly import Assembly
 from tiered_kv.errors import ConfigError
 from tiered_kv.plugins import Plugins
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Setup", "config_path", "make_setup"]
 
 SPEC = {"spec_name": "TieredKVSpec", "spec_module_path": "tiered_kv.vllm.spec"}
-
-BLOCK_BYTES = 2**20
-"""`chunk: auto` takes the fewest engine blocks that reach this many bytes per rank ..."""
-BLOCK_TOKENS = 256
-"""... and no more tokens than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,5 @@ def make_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup
 
 
 def _auto_chunk(offloading: OffloadingConfig) -> int:
-    engine_block = max(1, offloading.worker_kv_bytes_per_block)
     tokens = max(group.tokens_per_block for group in offloading.groups)
-    wanted = -(-BLOCK_BYTES // engine_block)
-    return max(1, min(wanted, BLOCK_TOKENS // tokens))
+    return auto_chunk(offloading.worker_kv_bytes_per_block, tokens)

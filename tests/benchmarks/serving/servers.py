@@ -55,12 +55,14 @@ def _options(config: Path | None) -> EngineOptions:
 
 
 @contextmanager
-def server(scratch: Path, config: Path | None) -> Iterator[Server]:
-    """A server of SmolLM2 in bf16, with the tiers of `config` if one is given."""
+def server(scratch: Path, config: Path | None, *flags: str) -> Iterator[Server]:
+    """A server of SmolLM2 in bf16, with the tiers of `config` if one is given; further `flags` go
+    to vLLM."""
     runner = ServerRunner(scratch, scratch / "cache")
     with runner(
         _options(config),
         "--enable-prompt-tokens-details",
+        *flags,
         env=VARIABLES,
         pythonpath=PYTHONPATH,
     ) as running:

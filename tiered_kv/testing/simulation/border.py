@@ -55,6 +55,8 @@ def _shape(kind: type) -> tuple[str, ...] | None:
     if kind not in _shapes:
         frozen = is_dataclass(kind) and _parameters(kind).frozen
         _shapes[kind] = tuple(f.name for f in fields(kind) if f.init) if frozen else None
+        if issubclass(kind, tuple):  # a NamedTuple
+            _shapes[kind] = getattr(kind, "_fields", None)
     return _shapes[kind]
 
 

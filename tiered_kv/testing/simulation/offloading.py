@@ -93,6 +93,7 @@ class Offloading:
 
     def on_finished(self, request: Request) -> None:
         """A request is over, and its blocks are about to be freed."""
+        self._manager.note_answer(request.name, len(request.output))
         if self._fence_finished:
             for job in self._tracked[request.name].jobs:
                 self._fence(job, self._jobs[job].held)

@@ -1,0 +1,616 @@
+"""What a plan says: figures that can be worked out by hand, its recommendation, its page."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.command_line import Cli
+from tests.unit.simulation_rig import TWO_GROUPS, Stage, far, store_prompt, tokens
+from tiered_kv.config import GIB, MIB, load
+from tiered_kv.connector.live import Answering
+from tiered_kv.errors import TraceError
+from tiered_kv.placement import Replay, ReplayTier, TracedRequest
+from tiered_kv.planning import (
+    Drive,
+    KVShape,
+    Question,
+    Speeds,
+    Trace,
+    TraceKind,
+    automatic_capacities,
+    find_config,
+    kv_shape,
+    live_speeds,
+    make_plan,
+    page,
+    plan_as_dict,
+    read_speeds,
+)
+from tiered_kv.planning.figures import Figures, FirstToken, figures_of
+from tiered_kv.planning.grid import Cell, Measured, Outcome, replay_grid
+from tiered_kv.planning.plots import Line, chart
+from tiered_kv.planning.recommend import deployment_yaml, recommend
+from tiered_kv.plugins import Plugins
+from tiered_kv.stats import LoadRate
+from tiered_kv.testing.simulation import Simulation
+
+BLOCK = 16
+BLOCK_BYTES = 16 * 1024
+
+
+def chats(count: int = 400, users: int = 40, turns: int = 6) -> Trace:
+    """Users come in turn and say more each time; then each begins anew."""
+    requests: list[TracedRequest] = []
+    for number in range(count):
+        user, turn = number % users, number // users % turns
+        life = number // (users * turns)
+        blocks = tuple(user * 10_000 + life * 1000 + place for place in range(2 * (turn + 1)))
+        requests.append(TracedRequest(float(number), blocks, len(blocks) * BLOCK, 1))
+    return Trace("chats", TraceKind.MOONCAKE, BLOCK, tuple(requests))
+
+
+def question(trace: Trace | None = None, **changes: Any) -> Question:
+    asked = Question(
+        chats() if trace is None else trace,
+        KVShape("a test", 1024.0, 2),
+        BLOCK,
+        Speeds(prefill=100.0),
+        Drive(),
+        tuple(BLOCK_BYTES * blocks for blocks in (64, 256, 1024)),
+        (32 * BLOCK_BYTES,),
+        0,
+        ("lru",),
+        "lru",
+        0.5,
+    )
+    return replace(asked, **changes)
+
+
+# Figures
+
+
+def test_the_time_to_the_first_token_is_what_the_formula_says() -> None:
+    speeds = Speeds(10.0, LoadRate(1000.0, 0.5), LoadRate(100.0, 1.0))
+    measured = Measured(0, np.array([100, 100, 100, 100]), 50.0)
+    outcome = Outcome(
+        Cell("lru", "lru", 10_000, 10_000, 1),
+        np.array([0, 20, 0, 0]),  # engine
+        np.array([0, 0, 40, 0]),  # host
+        np.array([0, 0, 50, 2]),  # SSD
+        ssd_stored=30,
+        ssd_evicted=0,
+        ssd_resident=30,
+    )
+    made = figures_of(
+        outcome,
+        measured,
+        speeds,
+        bytes_per_token=10.0,
+        block_bytes=100.0,
+        whole_requests=True,
+    )
+    # Nothing found: 100 tokens at 10/s. 20 held: 80. 40 from the host take 0.5 + 0.4 s, beside 50
+    # from the SSD in 1 + 5 s, then 10 tokens. 2 from the SSD take 1.2 s and would save 0.2: no.
+    seconds = [10.0, 8.0, 6.0 + 1.0, 10.0]
+    assert made.first_token == FirstToken.of(np.array(seconds))
+    assert made.loaded == pytest.approx(90 / 400)
+    assert (made.engine_hits, made.host_hits, made.ssd_hits) == (20 / 400, 40 / 400, 52 / 400)
+    assert made.saved_gpu_seconds == pytest.approx(90 / 10 / 50)
+    assert made.gpu_seconds == pytest.approx((400 - 20 - 90) / 10 / 50)
+    assert made.ssd_bytes_per_day == pytest.approx(30 * 100 / 50 * 86400)
+    assert made.ssd_drive_writes == pytest.approx(30 * 100 / 50 * 86400 / 10_000)
+    years = made.years(Drive(rated_dwpd=3.0))
+    assert years == pytest.approx(5 * 3 / (30 * 100 / 50 * 86400 / 10_000))
+
+
+def test_the_grid_is_the_replay_of_each_cell() -> None:
+    """In processes, and in this one; and as a replay by hand."""
+    asked = question(engine_bytes=8 * BLOCK_BYTES)
+    alone, together = make_plan(asked, processes=1), make_plan(asked, processes=2)
+    assert alone.figures == together.figures
+    assert [one.cell for one in alone.figures] == asked.cells()
+    cell = asked.cells()[2]
+    replay = Replay(
+        [
+            ReplayTier("engine", 8, "lru"),
+            ReplayTier("host", 32, "lru"),
+            ReplayTier("ssd", cell.ssd_bytes // BLOCK_BYTES, "lru", store=True),
+        ],
+        block_tokens=BLOCK,
+    )
+    found = [replay.request(request) for request in asked.trace.requests][200:]
+    total = sum(request.tokens for request in asked.trace.requests[200:])
+    for name in ("engine", "host", "ssd"):
+        share = getattr(alone.figures[2], f"{name}_hits")
+        assert share == pytest.approx(sum(one[name] for one in found) / total)
+    rates = [one.hits for one in alone.figures]
+    print("hit rates", rates)
+    assert rates == sorted(rates)
+    assert rates[-1] > 0.5 > rates[0]
+
+
+def test_an_interrupted_replay_leaves_no_process() -> None:
+    def stop(cell: Cell) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay_grid(
+            chats(), question().cells(), block_bytes=BLOCK_BYTES, first=0, processes=2, done=stop
+        )
+    left = multiprocessing.active_children()
+    for child in left:
+        child.join(60)
+    print(len(left), "processes were still ending")
+    assert not multiprocessing.active_children()
+
+
+def test_what_warms_up_is_not_counted() -> None:
+    cold, warm = (make_plan(question(warm_up=share), processes=1) for share in (0.0, 0.5))
+    assert cold.measured_requests == 400
+    assert warm.measured_requests == 200
+    assert warm.measured_seconds == 200.0
+    assert cold.figures[-1].hits != warm.figures[-1].hits
+
+
+def test_a_trace_without_time_says_nothing_per_day() -> None:
+    trace = chats()
+    still = replace(trace, requests=tuple(replace(one, time=0.0) for one in trace.requests))
+    made = make_plan(question(still), processes=1)
+    assert made.figures[-1].ssd_bytes_per_day is None
+    assert made.figures[-1].saved_gpu_seconds is None
+    assert any("takes no time" in note for note in made.notes)
+    assert "–" in page(made, "tiers: []\n")
+
+
+def test_capacities_that_are_tried_hold_everything_in_the_end() -> None:
+    sizes = automatic_capacities(5 * GIB)
+    assert sizes == [8 * GIB >> step for step in reversed(range(8))]
+    assert automatic_capacities(1)[0] >= MIB
+
+
+# The recommendation
+
+
+def cell_figures(policy: str, ssd: int, loaded: float, wear: float | None = 0.5) -> Figures:
+    return Figures(
+        Cell(policy, policy, ssd * GIB, GIB),
+        *(0.0, 0.0, loaded, loaded),
+        FirstToken(1.0, 1.0, 2.0),
+        *(2.0, 1.0),
+        None if not ssd or wear is None else wear * ssd * GIB,
+        wear if ssd else None,
+        ssd_full=False,
+    )
+
+
+GRID = [
+    cell_figures("lru", 0, 0.1),
+    cell_figures("lru", 100, 0.3),
+    cell_figures("lru", 200, 0.45),
+    cell_figures("lru", 400, 0.5),
+    cell_figures("aged", 0, 0.1),
+    cell_figures("aged", 100, 0.46),
+    cell_figures("aged", 200, 0.48),
+    cell_figures("aged", 400, 0.5),
+]
+
+
+def test_the_smallest_capacity_that_brings_most_is_recommended() -> None:
+    advice = recommend(GRID, Drive(), "lru")
+    assert (advice.figures.cell.policy, advice.figures.cell.ssd_bytes) == ("aged", 100 * GIB)
+    assert advice.write_budget == 0
+    print(advice.headline, *advice.reasons, sep="\n")
+    assert "Take 100GiB of SSD with the policy aged: 46.0%" in advice.headline
+    assert any("lasts 10.0 years" in reason for reason in advice.reasons)
+
+
+def test_of_policies_that_bring_the_same_the_default_is_recommended() -> None:
+    same = [replace(one, loaded=0.5) if one.cell.ssd_bytes else one for one in GRID]
+    assert recommend(same, Drive(), "lru").figures.cell.policy == "lru"
+    assert recommend(same, Drive(), "aged").figures.cell.policy == "aged"
+
+
+def test_a_drive_that_would_wear_out_gets_a_larger_one_or_a_budget() -> None:
+    worn = [
+        replace(one, ssd_drive_writes=200 * GIB / one.cell.ssd_bytes) if one.cell.ssd_bytes else one
+        for one in GRID
+    ]
+    advice = recommend(worn, Drive(rated_dwpd=1.0), "lru")
+    assert advice.figures.cell.ssd_bytes == 200 * GIB
+    assert advice.write_budget == 0
+    advice = recommend(worn, Drive(rated_dwpd=0.1), "lru")
+    print(*advice.reasons, sep="\n")
+    assert advice.figures.cell.ssd_bytes == 100 * GIB
+    assert advice.write_budget == pytest.approx(10 * GIB, rel=0.001)
+    assert any("write budget" in reason for reason in advice.reasons)
+
+
+def test_no_ssd_is_recommended_where_it_adds_little() -> None:
+    advice = recommend([cell_figures("lru", 0, 0.48), *GRID[1:]], Drive(), "lru")
+    assert not advice.ssd
+    assert "Host memory alone is enough" in advice.headline
+    nothing = [replace(one, loaded=0.001) for one in GRID]
+    assert "next to nothing" in recommend(nothing, Drive(), "lru").headline
+
+
+def test_the_deployment_is_valid_and_divides_the_host_over_ranks(tmp_path: Path) -> None:
+    worn = [replace(one, ssd_drive_writes=4.0) if one.cell.ssd_bytes else one for one in GRID]
+    text = deployment_yaml(
+        recommend(worn, Drive(), "lru"),
+        trace="a\ntrace: [with] {braces}",
+        ranks=2,
+        ssd_type="nvme",
+        ssd_path=tmp_path / "kv: #1",
+        ssd_has_policy=True,
+    )
+    print(text)
+    file = tmp_path / "d.yaml"
+    file.write_text(text.replace("aged", "prefix"))
+    deployment = load(file, Plugins(), {})
+    host, ssd = deployment.tiers
+    assert host.capacity == GIB // 2
+    assert ssd.capacity == 100 * GIB
+    assert ssd.directories == {"path": tmp_path / "kv: #1"}
+    assert yaml.safe_load(text)["tiers"][1]["write_budget"] == "100GiB"
+
+
+# Models
+
+LLAMA = {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "torch_dtype": "bfloat16",
+}
+SHAPES: dict[str, tuple[dict[str, Any], str, int, float]] = {
+    "grouped heads": (LLAMA, "auto", 1, 80 * 8 * 128 * 2 * 2),
+    "fp8": (LLAMA, "fp8", 1, 80 * 8 * 128 * 2),
+    "more ranks than heads": (LLAMA, "auto", 16, 80 * 16 * 128 * 2 * 2),
+    "a head size of its own": ({**LLAMA, "head_dim": 64}, "auto", 2, 80 * 8 * 64 * 2 * 2),
+    "all heads": (
+        {"n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float16"},
+        "auto",
+        1,
+        12 * 768 * 2 * 2,
+    ),
+    "one head": (
+        {"n_layer": 2, "n_head": 4, "hidden_size": 64, "multi_query": True, "dtype": "float16"},
+        "auto",
+        1,
+        2 * 16 * 2 * 2,
+    ),
+    "latent": (
+        {
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "torch_dtype": "bfloat16",
+        },
+        "auto",
+        8,
+        61 * 576 * 2 * 8,
+    ),
+    "inside": ({"model_type": "vl", "text_config": LLAMA}, "auto", 1, 80 * 8 * 128 * 2 * 2),
+    "shared layers": ({**LLAMA, "num_kv_shared_layers": 20}, "auto", 1, 60 * 8 * 128 * 2 * 2),
+    "an 8-bit cache": (
+        {**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+        "auto",
+        1,
+        80 * 8 * 128 * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bytes_of_a_token(name: str, tmp_path: Path) -> None:
+    values, dtype, ranks, expected = SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = kv_shape(find_config(str(tmp_path)), dtype, ranks)
+    print(shape)
+    assert shape.bytes_per_token == expected
+    assert shape.rank_bytes_per_token == expected / ranks
+
+
+REFUSED: dict[str, tuple[Any, str, int, str]] = {
+    "a list": ([1], "auto", 1, "is no model's configuration, but a list"),
+    "nothing": ({}, "auto", 1, "has no num_hidden_layers"),
+    "a text": ({**LLAMA, "num_hidden_layers": "many"}, "auto", 1, "num_hidden_layers is 'many'"),
+    "uneven": (LLAMA, "auto", 3, "8 KV heads cannot be spread over 3 ranks"),
+    "dtype": (LLAMA, "int3", 1, "--kv-dtype int3 is not known"),
+    "its dtype": ({**LLAMA, "torch_dtype": "int3"}, "auto", 1, "dtype 'int3' is not known"),
+    "state": (
+        {**LLAMA, "layer_types": ["linear_attention", "full_attention"]},
+        "auto",
+        1,
+        "linear_attention",
+    ),
+    "mamba": ({**LLAMA, "ssm_state_size": 128}, "auto", 1, "give --bytes-per-token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_counted(name: str, tmp_path: Path) -> None:
+    values, dtype, ranks, expected = REFUSED[name]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(TraceError) as raised:
+        kv_shape(file, dtype, ranks)
+    print(raised.value)
+    assert expected in str(raised.value)
+
+
+def test_a_model_is_found_in_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--maker--model"
+    for commit in ("aa", "bb"):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("bb")
+    assert find_config("maker/model").parent.name == "bb"
+    with pytest.raises(TraceError, match=r"looked for .*models--maker--other.*--bytes-per-token"):
+        find_config("maker/other")
+
+
+# Speeds
+
+
+def test_load_rates_of_explain(tmp_path: Path, cli: Cli) -> None:
+    deployment = tmp_path / "d.yaml"
+    deployment.write_text(
+        "tiers:\n  - {name: host, type: cpu, capacity: 32MiB}\n"
+        f"  - {{name: disk, type: nvme, path: {tmp_path}/ssd, capacity: 64MiB, min_free: 0%}}\n"
+    )
+    file = tmp_path / "explained.json"
+    file.write_text(cli("explain", deployment, "--json").out)
+    speeds = read_speeds(file, Speeds(host=LoadRate(1.0, 0.0), ssd=LoadRate(1.0, 0.0)))
+    print(speeds)
+    assert (speeds.host.bytes_per_second, speeds.ssd.bytes_per_second) == (20e9, 5e9)
+    assert speeds.ssd_from == f"assumed: tier disk, {file}"
+
+
+def test_load_rates_of_bench(tmp_path: Path) -> None:
+    """The best verified way that loads from the disk itself."""
+
+    def figure(kind: str, direction: str, rate: float, **more: str | None) -> dict[str, Any]:
+        known = {"verify": None, "cache": None, **more}
+        return {"kind": kind, "direction": direction, "median_gib_per_second": rate, **known}
+
+    slow = [figure("chain", "load", 1.0, verify="always", cache="cold")]
+    fast = [
+        figure("chain", "load", 2.0, verify="always", cache="cold"),
+        figure("chain", "load", 9.0, verify="never", cache="cold"),
+        figure("chain", "load", 9.0, verify="always", cache="warm"),
+        figure("chain", "store", 9.0),
+        figure("hop", "load", 9.0),
+        figure("limit", "", 9.0),
+    ]
+    host = [figure("hop", "load", 5.0), figure("hop", "store", 9.0)]
+    tiers = [
+        {"tier": "host", "type": "cpu", "sizes": [{"figures": host}]},
+        {"tier": "ssd", "type": "nvme", "sizes": [{"figures": slow}, {"figures": fast}]},
+        {"tier": "broken", "type": "nvme", "sizes": [], "problem": "on fire"},
+    ]
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"config": "d.yaml", "tiers": tiers}))
+    speeds = read_speeds(file, Speeds())
+    assert speeds.host.bytes_per_second == 5 * GIB
+    assert speeds.ssd.bytes_per_second == 2 * GIB
+    assert speeds.ssd_from == f"measured: tier ssd, {file}"
+
+
+def test_a_file_that_tells_of_no_rate(tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    for text, expected in (
+        ("{}", "tells of no load rate"),
+        ("[", ":1: is not JSON"),
+        ("[]", "holds a list"),
+    ):
+        file.write_text(text)
+        with pytest.raises(TraceError, match=expected):
+            read_speeds(file, Speeds())
+
+
+def test_a_running_engine_tells_its_speeds_and_its_cache() -> None:
+    with Simulation(Stage().assembly, TWO_GROUPS) as engine:
+        store_prompt(engine, tokens(1, 48))
+        far(engine, 0.06)
+        view = engine.manager.view()
+        speeds = live_speeds(type(view).from_json(view.to_json()), Speeds())
+    print(speeds)
+    assert view.cache is not None
+    rate = view.load_rates["ssd"].bytes_per_second
+    assert speeds.ssd.bytes_per_second == pytest.approx(rate * 2)  # of two ranks
+    assert speeds.ssd_from.startswith("measured: tier ssd, pid ")
+    assert speeds.host_from == "assumed"
+
+
+# The page
+
+
+class _Reader(HTMLParser):
+    """Checks that elements close, and collects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: dict[str, int] = {}
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(text: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_stands_alone_and_says_what_the_figures_say() -> None:
+    trace = replace(chats(), source="<b>chats & more</b>")
+    made = make_plan(question(trace, host_bytes=(0, 32 * BLOCK_BYTES)), processes=1)
+    text = page(made, "tiers: # <deployment>\n")
+    seen = read_page(text)
+    print({tag: seen.seen[tag] for tag in ("svg", "circle", "tr", "polyline")})
+    assert seen.seen.keys().isdisjoint({"script", "link", "img", "iframe", "object", "b2"})
+    names = {name for name, _ in seen.attributes}
+    assert names.isdisjoint({"src", "href", "onload", "onclick"})
+    assert [value for _, value in seen.attributes if value and "://" in value] == [
+        "http://www.w3.org/2000/svg"
+    ] * seen.seen["svg"]
+    assert "url(" not in text
+    assert "@import" not in text
+    for heading in ("Hit rate against capacity", "Time to the first token", "SSD wear"):
+        assert heading in seen.text
+    assert seen.text.index(made.recommendation.headline) < seen.text.index("Hit rate against")
+    assert "<b>chats & more</b>" in seen.text  # as text
+    assert "# <deployment>" in seen.text
+    assert seen.seen["tr"] == 1 + len(made.figures)
+    for note in (*made.notes, *made.recommendation.reasons):
+        assert note in seen.text
+    best = max(made.figures, key=lambda one: one.ssd_hits)
+    assert f"{best.ssd_hits:.1%}" in seen.text
+
+
+def test_a_page_of_kv_events_has_no_time_to_the_first_token() -> None:
+    trace = replace(chats(), kind=TraceKind.KV_EVENTS)
+    made = make_plan(question(trace), processes=1)
+    assert made.figures[0].first_token is None
+    seen = read_page(page(made, ""))
+    assert "p99" in seen.text
+    assert "99th percentile" not in seen.text
+    assert plan_as_dict(made, "")["cells"][0]["ttft_seconds"] is None
+
+
+def test_points_of_a_chart_lie_where_their_values_are() -> None:
+    svg = chart("t", ["a", "b"], [Line("x", [0.0, 10.0])], axis="c", shown=str)
+    points = [float(y) for y in re.findall(r'cy="([\d.]+)" r="4"', svg)][1:]
+    ticks = {
+        float(text): float(y) - 4
+        for y, text in re.findall(r'y="([\d.]+)" text-anchor="end"[^>]*>([\d.]+)<', svg)
+    }
+    assert points == [ticks[0.0], ticks[10.0]]
+    decades = chart("t", ["a"], [Line("x", [5.0, None])], axis="c", shown=str, decades=True)
+    labels = re.findall(r'text-anchor="end"[^>]*>([\d.]+)<', decades)
+    assert labels == ["1.0", "10.0"]
+
+
+# The command
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    requests = [
+        {
+            "timestamp": request.time * 1000,
+            "input_length": request.tokens,
+            "output_length": 1,
+            "hash_ids": request.keys,
+        }
+        for request in chats().requests
+    ]
+    file.write_text("".join(f"{json.dumps(request)}\n" for request in requests))
+    return file
+
+
+def test_the_command(trace_file: Path, tmp_path: Path, cli: Cli) -> None:
+    html, config = tmp_path / "plan.html", tmp_path / "recommended.yaml"
+    common = (
+        *("plan", trace_file, "--trace-block", "16", "--bytes-per-token", "64KiB"),
+        *("--host", "64MiB", "--host", "32MiB", "--capacity", "2GiB", "--capacity", "512MiB"),
+        *("--policy", "lru", "--prefill-rate", "2000", "--processes", "1"),
+        *("--path", tmp_path / "ssd"),
+    )
+    told = cli(*common, "--json", "--html", html, "--write-config", config)
+    assert told.code == 0, told.err
+    found = told.json
+    print(json.dumps(found, indent=1)[:2000])
+    assert [cell["ssd_bytes"] for cell in found["cells"]] == [0, 512 * MIB, 2 * GIB] * 2
+    assert found["model"]["bytes_per_token"] == 65536
+    assert found["trace"]["requests"] == 400
+    assert found["recommendation"]["config"] == config.read_text()
+    read_page(html.read_text())
+    checked = cli("check", config, "--block-size", "64KiB", "--json")
+    print(checked.out, checked.err)
+    assert [tier["check"] for tier in checked.json["checks"] if tier["check"] == "self-test"]
+    assert checked.code == 0
+    shown = cli(*common)
+    assert found["recommendation"]["headline"] in shown.out
+    assert shown.out.endswith(config.read_text())
+    before = config.read_text()
+    again = cli(*common, "--write-config", config)
+    assert again.code == 2
+    assert "is there already" in again.err
+    assert config.read_text() == before
+
+
+WRONG = (
+    ((), "how much KV does a token take?"),
+    (("--bytes-per-token", "1KiB", "--model", "x"), "give one of"),
+    (("--bytes-per-token", "1KiB", "--policy", "mru"), "there is no eviction policy 'mru'"),
+    (("--bytes-per-token", "1KiB", "--capacity", "1TB", "--capacity", "5"), "has no unit"),
+    (("--bytes-per-token", "1KiB", "--capacity", "0B"), "expected more than 0 bytes"),
+    (("--bytes-per-token", "1KiB", "--type", "tape"), "there is none of this name"),
+    (("--engine", "5fbc-nobody"), "no engine with tiers answers here"),
+    (("--model", "nobody/nothing"), "is no model here"),
+    (("--bytes-per-token", "1KiB", "--rates", "nowhere.json"), "cannot be read"),
+)
+
+
+@pytest.mark.parametrize(("options", "expected"), WRONG)
+def test_wrong_use(options: tuple[str, ...], expected: str, trace_file: Path, cli: Cli) -> None:
+    refused = cli("plan", trace_file, *options, "--trace-block", "16")
+    print(refused.err)
+    assert refused.code == 2
+    assert expected in " ".join(refused.err.replace("│", " ").split())
+
+
+def test_a_plan_of_a_running_engine(trace_file: Path, cli: Cli) -> None:
+    with Simulation(Stage().assembly, TWO_GROUPS) as engine:
+        store_prompt(engine, tokens(1, 48))
+        far(engine, 0.06)
+        answering = Answering("manager", engine.manager.view)
+        try:
+            namespace = engine.manager.view().namespace
+            told = cli(
+                *("plan", trace_file, "--trace-block", "16", "--engine", namespace[:12]),
+                *("--capacity", "1MiB", "--host", "64KiB", "--processes", "1", "--json"),
+            )
+        finally:
+            answering.close()
+    assert told.code == 0, told.err
+    print(told.json["model"], told.json["speeds"])
+    assert told.json["model"]["ranks"] == 2
+    assert told.json["model"]["block_tokens"] == 8
+    assert told.json["speeds"]["ssd"]["from"].startswith("measured")

@@ -1,0 +1,1 @@
+"""What `tiered-kv bench` consists of."""

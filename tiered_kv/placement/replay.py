@@ -1,0 +1,160 @@
+"""Replays a trace of requests on the code that serves: the same catalog, admission and policies,
+without payload, in the time of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
+
+from tiered_kv.contracts import PolicyContext
+from tiered_kv.placement.catalog import HostCatalog
+from tiered_kv.placement.policies import Policies
+from tiered_kv.placement.scored import ScoredPolicy
+from tiered_kv.values import BlockKey
+
+__all__ = ["Replay", "ReplayTier", "TierCounts", "TracedRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request of a trace."""
+
+    time: float
+    """Seconds; never less than that of the request before."""
+    keys: tuple[int, ...]
+    """Blocks of its prompt, in order; equal keys are equal whole prefixes. The last one may be
+    partly filled."""
+    tokens: int
+    """Of its prompt."""
+    output_tokens: int
+    """Of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayTier:
+    """A tier of a replay."""
+
+    name: str
+    capacity: int
+    """Blocks."""
+    policy: str
+    """Name of an eviction policy, as in a configuration."""
+    store: bool = False
+    """Whether it is a store, whose index keeps one number per block, and not the host tier."""
+    half_life: float | None = None
+    """Seconds; see `PolicyContext.half_life`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """What became of a tier since the replay began."""
+
+    stored: int
+    """Blocks that were written to it."""
+    evicted: int
+    """Blocks that had to go."""
+    written_bytes: int
+    """`stored` times the bytes of a block."""
+    resident: int
+    """Blocks that it holds now."""
+
+
+class Replay:
+    """Tiers that a trace is played on: catalogs as of the host tier, whose slots nothing fills. Not
+    thread-safe.
+
+    A request wants all its blocks of all tiers. It loads the longest prefix that they hold
+    together, each block from the nearest tier that has it, and stores the rest in all of them: in
+    the last one as its policy admits it, in others on the way there.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[ReplayTier],
+        *,
+        block_tokens: int,
+        block_bytes: int = 0,
+        policies: Policies | None = None,
+    ) -> None:
+        """Empty `tiers`, nearest first; blocks of so many tokens and bytes; `policies` by name,
+        those that are installed where none are given.
+
+        Raises:
+            ValueError: two tiers have one name, or `block_tokens` is not above 0.
+            ConfigError: a tier's policy is not known, or none for a store.
+            PluginError: it cannot be loaded.
+        """
+        if block_tokens <= 0:
+            raise ValueError(f"a block has at least one token, not {block_tokens}")
+        if len({tier.name for tier in tiers}) < len(tiers):
+            raise ValueError("two tiers have one name")
+        self._block_tokens = block_tokens
+        self._now = 0.0
+        known = Policies() if policies is None else policies
+        self._tiers = [_Tier(tier, known, self._clock, block_bytes) for tier in tiers]
+
+    def _clock(self) -> float:
+        return self._now
+
+    def request(self, request: TracedRequest) -> Mapping[str, int]:
+        """Play one request; the tokens that it loads, by tier, those of a last block that is
+        partly filled counted as they are."""
+        self._now = request.time
+        keys = cast("tuple[BlockKey, ...]", request.keys)  # what they are is nothing to a catalog
+        size = self._block_tokens
+        found = {tier.name: 0 for tier in self._tiers}
+        hit = 0
+        for key in keys:
+            where = next((tier for tier in self._tiers if tier.catalog.lookup(key)), None)
+            if where is None:
+                break
+            found[where.name] += min(size, request.tokens - hit * size)
+            hit += 1
+        rest = keys[hit:]
+        parents = {key: parent for parent, key in pairwise(keys[max(0, hit - 1) :])}
+        for tier in self._tiers:
+            tier.catalog.wanted(keys)
+            tier.store(rest, parents, forced=None if tier is not self._tiers[-1] else ())
+        return found
+
+    @property
+    def counts(self) -> Mapping[str, TierCounts]:
+        """Per tier, since the replay began."""
+        return {tier.name: tier.counts for tier in self._tiers}
+
+
+class _Tier:
+    def __init__(
+        self, tier: ReplayTier, policies: Policies, clock: Callable[[], float], block_bytes: int
+    ) -> None:
+        self.name = tier.name
+        where = f"tier {tier.name!r}"
+        policy = policies.get(tier.policy, where)
+        if not tier.store:
+            made = policy.make(PolicyContext(tier.capacity, tier.half_life))
+        else:
+            made = ScoredPolicy(policies.scoring(tier.policy, tier.half_life, where))
+        self.catalog = HostCatalog(tier.capacity, made, clock=clock)
+        self._block_bytes = block_bytes
+        self._stored = self._evicted = 0
+
+    def store(
+        self,
+        keys: Sequence[BlockKey],
+        parents: Mapping[BlockKey, BlockKey | None],
+        forced: Collection[BlockKey] | None,
+    ) -> None:
+        given = self.catalog.allocate(keys, 1, parents=parents, forced=forced)
+        self._stored += len(given.slots)
+        self._evicted += len(given.evicted)
+        slots = list(given.slots.values())
+        self.catalog.stored(slots)
+        for slot in slots:
+            self.catalog.release(slot, 0)
+
+    @property
+    def counts(self) -> TierCounts:
+        written = self._stored * self._block_bytes
+        return TierCounts(self._stored, self._evicted, written, self.catalog.resident)

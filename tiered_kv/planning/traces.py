@@ -1,0 +1,323 @@
+"""Traces of requests: which blocks of prompts were wanted, and when.
+
+Three formats are read, told apart by their first bytes:
+
+- the JSONL of the Mooncake project (`timestamp` in milliseconds, `input_length`, `output_length`,
+  `hash_ids`: prefix blocks of 512 tokens, in order);
+- what an engine of ours recorded (`trace` in its configuration): a file, or the directory;
+- KV events of vLLM, see `tiered_kv.planning.kv_events`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tiered_kv.connector import TRACE_FORMAT, TRACE_VERSION, trace_files
+from tiered_kv.errors import TraceError
+from tiered_kv.placement import TracedRequest
+from tiered_kv.planning.kv_events import EventReader, events_in
+
+__all__ = ["MOONCAKE_BLOCK_TOKENS", "Trace", "TraceKind", "read_trace"]
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens of a block in the traces that the Mooncake project published."""
+
+MOST_LINE_BYTES = 64 * 2**20
+"""A longer line is no request."""
+
+
+class TraceKind(StrEnum):
+    """Where a trace comes from."""
+
+    MOONCAKE = "mooncake"
+    RECORDED = "recorded"
+    KV_EVENTS = "vllm kv events"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their times."""
+
+    source: str
+    kind: TraceKind
+    block_tokens: int
+    """Tokens of a block."""
+    requests: tuple[TracedRequest, ...]
+    bytes_per_token: float | None = None
+    """Of the engine that was recorded, over all of its ranks; None: not told."""
+    recorded_hits: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that were found when it was recorded, by tier; `engine`: in the engine's own cache."""
+    notes: tuple[str, ...] = ()
+    """What a reader of figures made from it has to know."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts."""
+        return sum(request.tokens for request in self.requests)
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return self.requests[-1].time - self.requests[0].time
+
+    @property
+    def whole_requests(self) -> bool:
+        """Whether a request of the trace is a request of a client, whose time to the first token
+        can be told."""
+        return self.kind is not TraceKind.KV_EVENTS
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Blocks that would hold everything."""
+        return len({key for request in self.requests for key in request.keys})
+
+
+def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
+    """Read a trace whole.
+
+    Args:
+        path: a file; or the directory that an engine of ours recorded in.
+        block_tokens: tokens of a block, for a file in the Mooncake format whose blocks are not of
+            512 tokens.
+
+    Raises:
+        TraceError: there is none, or a line of it is none of a trace; file and line are named.
+    """
+    if path.is_dir():
+        files = trace_files(path)
+        if not files:
+            raise TraceError(
+                f"{path}: holds no trace; expected trace-*.jsonl, as an engine writes them whose "
+                "configuration has `trace`"
+            )
+    else:
+        files = [path]
+    head = _head(files[0])
+    if not head.strip():
+        raise TraceError(f"{files[0]}:1: is empty; expected a trace")
+    if head[0] < 0x80 and not head.lstrip().startswith((b"{", b"[")):
+        shown = head[:60].decode("utf-8", "replace").rstrip()
+        raise TraceError(f"{files[0]}:1: is neither JSON nor msgpack: {shown!r}")
+    if head[0] >= 0x80:
+        return _events(files[0], None)
+    first = _object(files[0], 1, head.splitlines()[0])
+    if isinstance(first, list) or (isinstance(first, dict) and "events" in first):
+        return _events(files[0], _lines(files[0]))
+    if isinstance(first, dict) and first.get("format") == TRACE_FORMAT:
+        return _recorded(path, files)
+    if isinstance(first, dict) and "hash_ids" in first:
+        return _mooncake(files[0], block_tokens or MOONCAKE_BLOCK_TOKENS)
+    raise TraceError(
+        f"{files[0]}:1: is no trace: expected timestamp, input_length, output_length and hash_ids "
+        f'(Mooncake), {{"format": "{TRACE_FORMAT}"}} (recorded by tiered-kv), or a batch of KV '
+        f"events of vLLM ([ts, [events]])"
+    )
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.readline(MOST_LINE_BYTES)
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and text of each line that is not empty."""
+    try:
+        with file.open("rb") as stream:
+            number = 0
+            while line := stream.readline(MOST_LINE_BYTES):
+                number += 1
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _object(file: Path, number: int, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        shown = line[:60].decode("utf-8", "replace").rstrip()
+        raise TraceError(f"{file}:{number}: is not JSON ({error}): {shown!r}") from error
+
+
+def _events(file: Path, lines: Iterator[tuple[int, bytes]] | None) -> Trace:
+    reader = EventReader(str(file))
+    if lines is None:
+        for place, batch in events_in(file):
+            reader.take(place, batch)
+    else:
+        for number, line in lines:
+            reader.take(f"{file}:{number}", _object(file, number, line))
+    requests = _ordered(reader.requests)
+    if not requests:
+        raise TraceError(f"{file}: tells of no stored block, so that there is nothing to plan from")
+    return Trace(
+        str(file),
+        TraceKind.KV_EVENTS,
+        reader.block_tokens,
+        requests,
+        notes=tuple(reader.notes),
+    )
+
+
+def _ordered(requests: Sequence[TracedRequest]) -> tuple[TracedRequest, ...]:
+    """By time; those of one time stay as they are."""
+    return tuple(sorted(requests, key=lambda request: request.time))
+
+
+class _Fields:
+    """The values of one line."""
+
+    def __init__(self, place: str, values: Any) -> None:
+        if not isinstance(values, dict):
+            raise TraceError(f"{place}: is no object with named values, but {values!r:.60}")
+        self._place = place
+        self._values = values
+
+    def _get(self, name: str) -> Any:
+        if name not in self._values:
+            raise TraceError(f"{self._place}: {name} is missing")
+        return self._values[name]
+
+    def text(self, name: str) -> str:
+        """A text."""
+        value = self._get(name)
+        if not isinstance(value, str):
+            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a text")
+        return value
+
+    def number(self, name: str) -> float:
+        """At least 0."""
+        value = self._get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a number from 0 on")
+        return float(value)
+
+    def count(self, name: str) -> int:
+        """A whole number of at least 0."""
+        value = self.number(name)
+        if value != int(value):
+            raise TraceError(f"{self._place}: {name} is {value!r}, not a whole number")
+        return int(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        value = self._get(name)
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a list of whole numbers")
+        return tuple(value)
+
+    def digests(self, name: str) -> tuple[int, ...]:
+        """A list of digests in hexadecimal."""
+        value = self._get(name)
+        try:
+            if isinstance(value, list):
+                return tuple([int(item, 16) for item in value])
+        except (TypeError, ValueError):
+            pass
+        raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a list of digests in hex")
+
+    def counts(self, name: str) -> dict[str, int]:
+        """Whole numbers by name."""
+        value = self._get(name)
+        if not isinstance(value, dict):
+            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not numbers by name")
+        inner = _Fields(f"{self._place}: {name}", value)
+        return {key: inner.count(key) for key in value}
+
+
+def _mooncake(file: Path, block_tokens: int) -> Trace:
+    requests: list[TracedRequest] = []
+    for number, line in _lines(file):
+        place = f"{file}:{number}"
+        fields = _Fields(place, _object(file, number, line))
+        request = TracedRequest(
+            fields.number("timestamp") / 1000,
+            fields.integers("hash_ids"),
+            fields.count("input_length"),
+            fields.count("output_length"),
+        )
+        _check_length(place, request, block_tokens)
+        requests.append(request)
+    return Trace(str(file), TraceKind.MOONCAKE, block_tokens, _ordered(requests))
+
+
+def _check_length(place: str, request: TracedRequest, block_tokens: int) -> None:
+    most = -(-request.tokens // block_tokens)
+    if len(request.keys) > most:
+        raise TraceError(
+            f"{place}: {len(request.keys)} blocks for a prompt of {request.tokens} tokens, which "
+            f"has {most} of {block_tokens} tokens; give the trace's own with --trace-block"
+        )
+
+
+def _recorded(path: Path, files: Sequence[Path]) -> Trace:
+    requests: list[TracedRequest] = []
+    hits: Counter[str] = Counter()
+    notes: list[str] = []
+    headers: set[tuple[int, float, str]] = set()
+    header = (0, 0.0, "")
+    dropped = 0
+    for file in files:
+        for number, line in _lines(file):
+            place = f"{file}:{number}"
+            if not line.endswith(b"\n"):
+                notes.append(f"{place}: the last line is cut off, and left out.")
+                break
+            fields = _Fields(place, _object(file, number, line))
+            if number == 1:
+                header = _header(place, fields)
+                headers.add(header)
+                continue
+            dropped += fields.count("dropped")
+            request = TracedRequest(
+                fields.number("time"),
+                fields.digests("blocks"),
+                fields.count("tokens"),
+                fields.count("output_tokens"),
+            )
+            _check_length(place, request, header[0])
+            requests.append(request)
+            hits.update(fields.counts("hits"))
+    if len(headers) > 1:
+        raise TraceError(
+            f"{path}: its files were recorded by engines with other blocks, or under another "
+            "secret, so that equal blocks have other names; give one file, or those of one engine"
+        )
+    if not requests:
+        raise TraceError(f"{path}: holds no request yet; one is written when it is over")
+    if dropped:
+        notes.append(f"{dropped} further requests were not recorded, since the recorder was slow.")
+    [(block_tokens, bytes_per_token, _)] = headers
+    ordered = _ordered(requests)
+    began = ordered[0].time
+    return Trace(
+        str(path),
+        TraceKind.RECORDED,
+        block_tokens,
+        tuple(replace(request, time=request.time - began) for request in ordered),
+        bytes_per_token or None,
+        dict(hits),
+        tuple(notes),
+    )
+
+
+def _header(place: str, fields: _Fields) -> tuple[int, float, str]:
+    version = fields.count("version")
+    if version != TRACE_VERSION:
+        raise TraceError(
+            f"{place}: is of version {version} of the format; this tiered-kv reads {TRACE_VERSION}"
+        )
+    block_tokens = fields.count("block_tokens")
+    if not block_tokens:
+        raise TraceError(f"{place}: block_tokens is 0")
+    return block_tokens, fields.number("bytes_per_token"), fields.text("secret")
