@@ -174,6 +174,7 @@ def test_a_corrupt_block_is_found_out_before_the_load_and_computed(
 ) -> None:
     # A background read would find it out as well.
     monkeypatch.setattr("tiered_kv.engine.probing.ACTIVE_SECONDS", 3600.0)
+    monkeypatch.setattr("tiered_kv.engine.probing.AGAIN_SECONDS", 3600.0)
     stage = below(retry_backoff=60.0)
     with Simulation(stage.assembly, MODEL) as sim:
         store_prompt(sim, PROMPT)

@@ -145,7 +145,6 @@ def replay_grid(
             "try fewer at once with --processes"
         ) from error
     except BaseException:  # interrupted: nobody waits for the cells that are being replayed
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - before:
             child.terminate()
         raise
