@@ -185,8 +185,12 @@ def test_a_corrupt_block_is_found_out_before_the_load_and_computed(
         assert request.phase is Phase.FINISHED
         assert sim.counts.loaded_blocks["host"] == bad
         assert sim.counts.failed_loads == 0, "no load was begun that could fail"
-        corrupt = BlockStatus.CORRUPT.value
-        assert sim.manager_stats.counter("tier_unpromoted_blocks_total", "ssd", corrupt) == 1
+        # The rank that finds it drops it, and the other one may miss it then.
+        reasons = [
+            sim.manager_stats.counter("tier_unpromoted_blocks_total", "ssd", status.value)
+            for status in (BlockStatus.CORRUPT, BlockStatus.MISSING)
+        ]
+        assert sum(reasons) == 1
         found = [
             sim.rank_stats(rank).counter("tier_corrupt_blocks_total", "ssd", "load")
             for rank in range(RANKS)
