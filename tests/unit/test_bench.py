@@ -29,7 +29,7 @@ from tiered_kv.contracts import NewBlock, StoreContext
 from tiered_kv.plugins import GROUP
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import GpuSpec
-from tiered_kv.testing.conformance.blocks import aligned_copy, content, key
+from tiered_kv.testing.conformance.blocks import aligned_copy, content, key, reserved
 from tiered_kv.testing.faults import Effect, Fault, Method
 from tiered_kv.testing.memory_tier import MemorySettings, MemorySpec, MemoryTiers
 from tiered_kv.values import CacheGeometry, Fingerprint, GroupGeometry, Namespace
@@ -376,11 +376,10 @@ class MemoryRig:
         store = self.tiers.backend.open_store(StoreContext("far", settings, namespace, geometry))
         for number in numbers:
             data = aligned_copy(content(number, 0, 5000))
-            places = store.reserve(
-                [NewBlock(key(number), BlockChecksum.capture(key(number), 0, data))]
-            )
-            store.write(places, [data])  # type: ignore[arg-type]  # all have room
-            store.publish(places)  # type: ignore[arg-type]
+            checksum = BlockChecksum.capture(key(number), 0, data)
+            places = reserved(store, [NewBlock(key(number), checksum)])
+            store.write(places, [data])
+            store.publish(places)
         store.close()
 
 
@@ -486,7 +485,7 @@ def test_figures() -> None:
 @pytest.mark.parametrize("by_fio", [False, True])
 def test_the_disk_itself(tmp_path: Path, *, by_fio: bool) -> None:
     if by_fio and not FIO:
-        pytest.skip("fio is not installed")
+        pytest.skip("fio, which no Python package brings, is not installed")
     memory = limits.Memory(4 * MIB, 2)
     raw = limits.RawFile(tmp_path / "raw", memory, 4 * MIB, 64 * KIB, call=256 * KIB, depth=4)
     memory.areas[0][:] = os.urandom(4 * MIB)

@@ -260,6 +260,7 @@ def lifo() -> Policy:
 LIFO = lifo()
 OLDER = Policy("older", 0, "for tests", make=lambda context: LruPolicy())
 NAMED = Policy("other", API_VERSION, "for tests", make=lambda context: LruPolicy())
+# The wrong type is what is to be found out when it is loaded.
 SHAPELESS = Policy("shapeless", API_VERSION, "for tests", make=LruPolicy)  # type: ignore[arg-type]
 HERE = __name__
 

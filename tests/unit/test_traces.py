@@ -174,7 +174,10 @@ BAD: dict[str, tuple[list[Any], str]] = {
         [mooncake(1, [1], 9), {"timestamp": 1, "input_length": 5}],
         ":2: hash_ids is missing",
     ),
-    "ids of text": ([mooncake(1, ["a"], 9)], ":1: hash_ids is ['a'], not a list of whole numbers"),  # type: ignore[list-item]
+    "ids of text": (
+        [{**mooncake(1, [1], 9), "hash_ids": ["a"]}],
+        ":1: hash_ids is ['a'], not a list of whole numbers",
+    ),
     "no time": ([{**mooncake(1, [1], 9), "timestamp": "noon"}], ":1: timestamp is 'noon'"),
     "negative": ([mooncake(1, [1], -9)], ":1: input_length is -9"),
     "half a token": ([{**mooncake(1, [1], 9), "output_length": 0.5}], "not a whole number"),

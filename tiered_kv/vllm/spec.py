@@ -149,7 +149,8 @@ class TieredKVManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Read the answer that the connector asked for when it was given the request."""
-        if self._answers.get(key) is _HIT:  # type: ignore[call-overload]  # named alike
+        # vLLM's keys are bytes as ours are, of another NewType; to convert costs a call per key.
+        if self._answers.get(key) is _HIT:  # type: ignore[call-overload]
             return _FOUND
         return self._lookup(key, req_context)
 
