@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,11 +10,13 @@ import pytest
 from tiered_kv.connector import Answer, Handshake, Manager, ManagerLimits, TierView, WorkerReport
 from tiered_kv.connector.messages import FailedBlock
 from tiered_kv.connector.requests import allowed_tiers
-from tiered_kv.contracts import BlockStore
+from tiered_kv.contracts import BlockStore, EvictionPolicy, PolicyContext
 from tiered_kv.errors import ConfigError, IdentityError, TierError
 from tiered_kv.index import Mirror
 from tiered_kv.placement import BUILT_IN
+from tiered_kv.placement.lru import LruPolicy
 from tiered_kv.specs import CpuSpec, KeySpec, Part, SlotRef
+from tiered_kv.stats import TierCondition, TierState
 from tiered_kv.values import (
     BlockKey,
     BlockStatus,
@@ -117,6 +119,13 @@ class Bench:
         return slots
 
 
+class AdmitsNone(LruPolicy[BlockKey]):
+    """Nothing is worth another block's place."""
+
+    def admits(self, key: BlockKey, victim: BlockKey) -> bool:
+        return False
+
+
 def keys(*names: str) -> list[BlockKey]:
     return [BlockKey(name.encode()) for name in names]
 
@@ -136,6 +145,7 @@ def bench(
     world: int = 1,
     min_uses: int = 1,
     on_reset: Literal["leave", "keep", "erase"] = "leave",
+    policy: Callable[[PolicyContext], EvictionPolicy[BlockKey]] = BUILT_IN["lru"].make,
 ) -> Bench:
     disks, pins, clock = Mirrors(), Mirrors(), Clock()
     manager = Manager(
@@ -150,7 +160,7 @@ def bench(
         world_size=world,
         min_uses=min_uses,
         on_reset=on_reset,
-        policy=BUILT_IN["lru"].make,
+        policy=policy,
         clock=clock,
     )
     manager.attach([handshake(rank, world, slots if host else 0) for rank in range(world)])
@@ -261,6 +271,32 @@ def test_writes_go_behind_only_to_tiers_that_lack_the_block() -> None:
     plan = b.manager.prepare_store("r", keys("a", "b", "c"))
     assert plan.keys == tuple(keys("a", "b", "c"))
     assert plan.targets.behind == (Part(DiskSpec("ssd", tuple(keys("a", "c"))), (0, 2)),)
+
+
+def test_a_tier_that_is_down_drives_no_block_out_of_the_host_tier() -> None:
+    """Blocks on their way to a tier below take slots whatever the host's policy thinks of them."""
+    b = bench(slots=2, policy=lambda _: AdmitsNone())
+    b.store("a", "b")
+    down = TierCondition("ssd", TierState.DOWN, "it hangs", None)
+    b.manager.take_report(WorkerReport(conditions=((0, down),)))
+    plan = b.manager.prepare_store("down", keys("c"))
+    assert (plan.keys, plan.evicted, plan.targets.behind) == ((), (), ())
+    assert b.answers("p", keys("a", "b")) == [Answer.HIT, Answer.HIT]
+    b.manager.on_request_finished("p")
+    well = TierCondition("ssd", TierState.HEALTHY, "", None)
+    b.manager.take_report(WorkerReport(conditions=((0, well),)))
+    plan = b.manager.prepare_store("well", keys("c"))
+    assert (plan.keys, len(plan.evicted)) == (tuple(keys("c")), 1)
+    assert plan.targets.behind == (Part(DiskSpec("ssd", tuple(keys("c"))), (0,)),)
+
+
+def test_blocks_for_a_tier_that_is_down_are_offered_while_there_is_room() -> None:
+    """The ranks know sooner than the manager when it works again."""
+    b = bench(slots=2)
+    down = TierCondition("ssd", TierState.DOWN, "it hangs", None)
+    b.manager.take_report(WorkerReport(conditions=((0, down),)))
+    plan = b.manager.prepare_store("r", keys("a"))
+    assert plan.targets.behind == (Part(DiskSpec("ssd", tuple(keys("a"))), (0,)),)
 
 
 def test_without_a_host_tier_only_what_a_store_lacks_is_stored() -> None:

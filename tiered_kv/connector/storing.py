@@ -16,7 +16,7 @@ from tiered_kv.connector.uses import note_store
 from tiered_kv.connector.views import TierView
 from tiered_kv.placement import Admission, SlotState
 from tiered_kv.specs import CpuSpec, Part, SlotRef, StoreTargets
-from tiered_kv.stats import DropReason
+from tiered_kv.stats import DropReason, TierState
 from tiered_kv.values import BlockKey
 
 __all__ = ["StorePlan", "Stores"]
@@ -107,7 +107,7 @@ class Stores:
                 books.world,
                 most=self._room(),
                 parents=state.parents,
-                forced={key for _, absent, _ in stored for key in absent},
+                forced=self._on_their_way(stored),
                 priority=state.care.priority,
             )
             self._given = slots = given.slots
@@ -168,6 +168,15 @@ class Stores:
             worth = [key for key in absent if needed is not None and uses[key] >= needed]
             there = set(worth)
             yield tier, worth, [key for key in absent if key not in there]
+
+    def _on_their_way(
+        self, stored: Iterable[tuple[TierView, Sequence[BlockKey], Sequence[BlockKey]]]
+    ) -> set[BlockKey]:
+        """Blocks that take a host slot whatever the host tier's policy thinks of them. Not those
+        for a tier that is down, which would drive others out for nothing."""
+        state = self._books.conditions.state
+        works = (row for row in stored if state(row[0].name) is not TierState.DOWN)
+        return {key for _, absent, _ in works for key in absent}
 
     def complete(self, keys: Collection[BlockKey]) -> None:
         """The first hop of a store has ended on all ranks, well or not."""

@@ -34,6 +34,10 @@ NEWS = 0.2
 """Relative change of a speed that makes routing choose anew."""
 
 
+REFRESH_SECONDS = 0.05
+"""What time alone changes is looked for at most this often: an engine asks at each of its steps."""
+
+
 class Verdict(Enum):
     """What a call that ended says of its hop."""
 
@@ -109,6 +113,7 @@ class HealthBoard:
         self._clock = clock
         self._lock = threading.Lock()
         self._states = {hop: _HopState(Breaker(rules, clock)) for hop in hops}
+        self._refreshed = clock()
 
     # -------------------------------------------------------------------------------- the hops
 
@@ -213,8 +218,11 @@ class HealthBoard:
 
     def refresh(self) -> None:
         """Notice what changed by time alone: hops that are to be tried again, measurements that
-        say nothing any more."""
+        say nothing any more. Does nothing within `REFRESH_SECONDS` of the last time."""
         now = self._clock()
+        if now - self._refreshed < REFRESH_SECONDS:
+            return
+        self._refreshed = now
         news = False
         with self._lock:
             for state in self._states.values():

@@ -102,7 +102,9 @@ class Standing:
 
     def say_rest(self) -> None:
         """Tell the log what it was not told yet, where it is time for that."""
-        for tier in self._ends:
+        with self._lock:
+            untold = [tier for tier, line in self._lines.items() if line.untold]
+        for tier in untold:
             self._tell(tier)
 
     def now(self) -> list[TierCondition]:
