@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks.lookups
 
-Measured through the calls that vLLM makes. Each round is a request that is new: its connector is
-asked how much of it can be loaded, and vLLM's half then asks our manager for one key after the
-other. "Again" is the same request in later steps, as long as it waits. What vLLM's half does itself
-(it names the blocks, and goes through the answers) is in the figures of the whole call, which have
-no goal. vLLM's own file-system tier is asked for as many blocks in the same rounds, until it has
-found all of them.
+Measured through the calls that vLLM makes. Each round is a request that is new, for one of as many
+prefixes as a million blocks are: its connector is asked how much of it can be loaded, and vLLM's
+half then asks our manager for one key after the other. "Again" is the same request in later steps,
+as long as it waits. What vLLM's half does itself (it names the blocks, and goes through the
+answers) is in the figures of the whole call, which have no goal. vLLM's own file-system tier is
+asked for as many blocks in the same rounds, until it has found all of them.
 """
 
 from __future__ import annotations
@@ -220,8 +220,7 @@ def measure(folder: Path, blocks: int, rounds: int) -> list[Figure]:
         for number in range(rounds + 1):
             if number == 1:
                 seconds.clear()  # the first one warms up
-            some = choice.sample(range(blocks), PREFIX)
-            keys = [offload_keys(one, 1)[0] for one in some]
+            keys = offload_keys(choice.randrange(blocks // PREFIX) * PREFIX, PREFIX)
             request = engine.request(f"ours {number}", keys)
             first = note(FIRST, lambda: engine.ours(request, keys))  # noqa: B023 - called at once
             for _ in range(AGAIN):

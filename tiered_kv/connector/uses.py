@@ -4,7 +4,6 @@ how they hang together."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from tiered_kv.connector.books import Books
 from tiered_kv.connector.requests import RequestState
@@ -57,9 +56,12 @@ def _rows(
 def _note(books: Books, state: RequestState, row: Sequence[BlockKey]) -> None:
     if not row or row[-1] in state.parents:
         return
-    new = [key for key in row if key not in state.parents]
-    state.parents.setdefault(row[0], None)
-    for before, key in pairwise(row):
-        state.parents.setdefault(key, before)
+    new, parents = row, state.parents
+    if parents:
+        new = [key for key in row if key not in parents]
+        for before, key in zip((None, *row), row, strict=False):
+            parents.setdefault(key, before)
+    else:
+        parents.update(zip(row, (None, *row), strict=False))
     if books.catalog is not None:
         books.catalog.wanted(new)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from packaging.version import InvalidVersion, Version
 from vllm.v1.core import kv_cache_utils
@@ -185,5 +185,5 @@ def group_keys(request: Request, hashes_per_block: tuple[tuple[int, int], ...]) 
     for group, per_block in hashes_per_block:
         # A key is a hash and the group: vLLM's function takes seven times as long for each.
         end = make_offload_key(b"", group)
-        keys += [OffloadKey(block + end) for block in hashes[per_block - 1 :: per_block]]
+        keys += cast("list[OffloadKey]", [one + end for one in hashes[per_block - 1 :: per_block]])
     return keys
