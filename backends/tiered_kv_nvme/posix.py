@@ -285,14 +285,19 @@ class PosixIo:
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._changed:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(
                     target=_run,
-                    args=(self._loop,),
+                    args=(loop,),
                     name=f"tiered-kv-{self._tier}-io-loop",
                     daemon=True,
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                except BaseException:  # no thread is to be had: the next call tries again
+                    loop.close()
+                    raise
+                self._loop, self._thread = loop, thread
             return self._loop
 
     def _leave(self, helpers: int) -> None:

@@ -276,6 +276,16 @@ class NvmeStore:
         self._for_writing("order blocks")
         self._index.arrange(keys)
 
+    def keep(self, keys: Sequence[BlockKey], seconds: float, most: int) -> int:
+        """See `KeepsBlocks.keep`."""
+        self._for_writing("keep blocks")
+        return self._index.keep(keys, seconds, most)
+
+    def kept(self) -> int:
+        """See `KeepsBlocks.kept`."""
+        self._check_open()
+        return self._index.kept()
+
     def scan(self) -> Iterator[BlockKey]:
         """See `BlockStore.scan`."""
         self._check_open()

@@ -81,7 +81,7 @@ def test_a_killed_warm_up_goes_on_and_its_store_serves_elsewhere(
 ) -> None:
     machine = Machine(tmp_path, tiny_model, engine_cache)
     machine.warm_up_until_killed()
-    report = machine.run(*machine.warm)
+    report = machine.run(*machine.warm, "--keep", "1h")
     total = HELD * len(PROMPTS)
     print(
         f"of {total} tokens {report['present_tokens']} were there after the kill, "
@@ -89,6 +89,7 @@ def test_a_killed_warm_up_goes_on_and_its_store_serves_elsewhere(
     )
     assert (report["complete"], report["hit"]) == (True, True)
     assert report["block_tokens"] == report["tiers"]["ssd"]["held_tokens"] == total
+    assert report["tiers"]["ssd"]["kept_blocks"] == total // 32
     # What was said to be stored was; a prompt that was under way may be there in part.
     assert HALF * HELD <= report["present_tokens"] < total
     left = total - report["present_tokens"]

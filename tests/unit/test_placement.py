@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -469,3 +470,27 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 TestCatalogMachine = CatalogMachine.TestCase
+
+
+def test_where_all_is_of_a_higher_priority_nothing_is_looked_for() -> None:
+    """A request that may take nobody's place costs nothing, however full the tier is."""
+
+    class Unasked(LruPolicy[BlockKey]):
+        asked = 0
+
+        def victims(self) -> Iterator[BlockKey]:
+            self.asked += 1
+            return super().victims()
+
+    policy = Unasked()
+    host = HostCatalog(4, policy)
+    store(host, "a", "b", "c", "d")
+    assert host.allocate(k("e"), 1, priority=-1).slots == {}
+    assert policy.asked == 0
+    host.forget(k("d"))
+    low = host.allocate(k("e"), 1, priority=-1).slots
+    host.stored([*low.values()])
+    host.release(low[k("e")[0]], 0)
+    assert host.allocate(k("f"), 1, priority=-1).evicted == tuple(k("e"))
+    assert policy.asked == 1
+    assert host.audit() == ()

@@ -177,6 +177,41 @@ def test_the_default_is_not_worse_than_lru(
 # Counts by hand
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_needed_is_not_looked_at_for_each_block_that_goes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that grow a block at a time: nearly all blocks are needed by one behind them."""
+    policy = made(name, 1_000)
+    given = 0
+    victims = policy.victims
+
+    def counted() -> Iterator[BlockKey]:
+        nonlocal given
+        for key in victims():
+            given += 1
+            yield key
+
+    monkeypatch.setattr(policy, "victims", counted)
+    clock = Clock()
+    catalog = HostCatalog(1_000, policy, clock=clock)
+    evicted = 0
+    for length in range(100):
+        for answer in range(40):
+            clock.now += 0.1
+            before, key = (BlockKey(b"%d/%d" % (answer, n)) for n in (length - 1, length))
+            catalog.wanted([key])
+            slots = catalog.allocate([key], 1, parents={key: before if length else None})
+            catalog.stored([*slots.slots.values()])
+            for slot in slots.slots.values():
+                catalog.release(slot, 0)
+            evicted += len(slots.evicted)
+    print(f"{evicted} blocks evicted, {given} given as victims")
+    assert evicted > 1_000
+    assert given < 50 * evicted
+    assert catalog.audit() == ()
+
+
 def test_a_replay_counts_tokens_of_the_longest_prefix_by_tier() -> None:
     tiers = [ReplayTier("host", 2, "lru"), ReplayTier("ssd", 10, "lru", store=True)]
     replay = Replay(tiers, block_tokens=10, block_bytes=100)

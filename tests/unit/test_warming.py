@@ -13,10 +13,12 @@ import pytest
 from tiered_kv.cli import warming
 from tiered_kv.cli.progress import Progress
 from tiered_kv.cli.prompt_file import AnyPrompt, Origin, PlacedPrompt, TokenIds
+from tiered_kv.cli.warm_keep import Keeping, Kept
 from tiered_kv.cli.warm_report import complaints, report_as_json
 from tiered_kv.cli.warming import Warmed, Warming, duration_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.stats import StatsSnapshot
+from tiered_kv.values import BlockKey
 from tiered_kv.vllm.engine_process import Generated, Prompt, PromptLimits, PromptText, Warmth
 
 BLOCK = 16
@@ -86,6 +88,14 @@ class _Engine:
             )
             for ids in prompts
         ]
+
+    def block_keys(self, prompts: Sequence[Sequence[int]]) -> tuple[bytes, list[BlockKey]]:
+        keys = [
+            BlockKey(bytes(ids[: end + BLOCK]))
+            for ids in prompts
+            for end in range(0, len(ids) - BLOCK + 1, BLOCK)
+        ]
+        return b"namespace", list(dict.fromkeys(keys))
 
     def generate_all(self, prompts: Sequence[Prompt], *, max_tokens: int) -> list[Generated]:
         assert max_tokens == 1
@@ -158,6 +168,8 @@ def test_prompts_are_stored_in_batches_and_a_sample_comes_back(
     assert (done.prompts, done.prompt_tokens, done.tokens, done.short) == (7, 255, 208, 1)
     assert (done.present_tokens, done.computed_tokens) == (0, 250)
     assert (done.complete, done.hit, done.done_prompts) == (True, True, 7)
+    assert done.namespace == b"namespace"
+    assert len(done.keys) == len(set(done.keys)) > 0
     assert [(s.expected_tokens, s.loaded_tokens) for s in done.sampled] == [(32, 32)] * 2 + [
         (48, 48)
     ] * 2
@@ -167,8 +179,10 @@ def test_prompts_are_stored_in_batches_and_a_sample_comes_back(
     assert complaints(done, TYPES) == [
         "not kept, since they are shorter than a block: 1 of the prompts"
     ]
-    report = report_as_json(done, TYPES, ["p.jsonl"], 1.0)
+    kept = {"pins": Kept(9, 9, 20, Keeping(60.0, 0.5))}
+    report = report_as_json(done, TYPES, ["p.jsonl"], 1.0, kept)
     assert report["tiers"]["pins"]["held_tokens"] == 208
+    assert report["tiers"]["pins"]["kept_blocks"] == 9
 
 
 def test_what_is_there_is_not_computed_again(

@@ -46,6 +46,8 @@ class TierState:
     written_today: int | None
     write_budget: int
     """Bytes per day; 0: no limit."""
+    kept_blocks: int | None
+    """That are kept now, of all namespaces; None where the store keeps none."""
     modes: Mapping[str, str]
     namespaces: Sequence[StoredNamespace]
     alike: Sequence[Resemblance]
@@ -74,6 +76,7 @@ def stat(
 def state_of(tier: StoreTier) -> TierState:
     """How full and how worn a tier is."""
     from tiered_kv.config.room import free_above_floor
+    from tiered_kv.contracts import KeepsBlocks
     from tiered_kv.upkeep import resemblances
 
     namespaces = tier.namespaces()
@@ -81,11 +84,13 @@ def state_of(tier: StoreTier) -> TierState:
     modes: Mapping[str, str] = {}
     written: int | None = None
     today: int | None = None
+    kept: int | None = None
     if namespaces:
         # Only a store knows what is in effect; it is opened for what lies there, so that an index
         # is laid out as its engine does it.
         with tier.store(namespaces[0], 0) as store:
             told = store.stat()
+            kept = store.kept() if isinstance(store, KeepsBlocks) else None
         capacity, used, modes = told.capacity_bytes, told.used_bytes, dict(told.modes)
         written, today = told.written_bytes, told.written_today
         if "access" in modes:  # it was opened to look
@@ -100,6 +105,7 @@ def state_of(tier: StoreTier) -> TierState:
         written,
         today,
         int(getattr(tier.settings, "write_budget", 0)),
+        kept,
         modes,
         namespaces,
         resemblances([stored.namespace for stored in namespaces]),
@@ -115,6 +121,7 @@ def _as_json(state: TierState) -> dict[str, Any]:
         "written_bytes": state.written_bytes,
         "written_today_bytes": state.written_today,
         "write_budget_bytes": state.write_budget or None,
+        "kept_blocks": state.kept_blocks,
         "modes": dict(state.modes),
         "namespaces": [
             {
@@ -160,6 +167,9 @@ def _print(states: Mapping[str, TierState], *, verbose: bool) -> None:
             for name, state in states.items()
         ),
     )
+    for name, state in states.items():
+        if state.kept_blocks:
+            typer.echo(f"{state.kept_blocks} blocks of tier {name} are kept (warm --keep)")
     worn = [
         (
             name,

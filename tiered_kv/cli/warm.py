@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from tiered_kv.cli.output import FAILED, Json, print_json, read_seconds, read_si
 
 if TYPE_CHECKING:
     from tiered_kv.cli.prompt_file import PlacedPrompt
+    from tiered_kv.cli.warm_keep import Keeping, Kept
     from tiered_kv.config import Deployment
 
 __all__ = ["warm"]
@@ -106,6 +108,24 @@ Timeout = Annotated[
         "--timeout", metavar="DURATION", help="For what a batch leaves to be written behind."
     ),
 ]
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        "--keep",
+        metavar="DURATION",
+        help="Evict what is warmed after everything else, for so long.",
+        show_default=False,
+    ),
+]
+KeepShare = Annotated[
+    int,
+    typer.Option(
+        "--keep-share",
+        min=1,
+        max=100,
+        help="Percent of a tier that kept blocks may take; further ones are not kept.",
+    ),
+]
 From = Annotated[
     str | None,
     typer.Option(
@@ -160,6 +180,8 @@ def warm(
     dry_run: DryRun = False,
     tokens_per_second: PrefillRate = None,
     timeout: Timeout = "10min",
+    keep: Keep = None,
+    keep_share: KeepShare = 50,
     source: From = None,
     rate: Rate = None,
     max_bytes: MostBytes = None,
@@ -176,9 +198,11 @@ def warm(
     Exits 1 if a tier lacks blocks in the end or the sample was not found, 2 if FILE or CONFIG has
     a mistake; then nothing was stored.
     """
+    from tiered_kv.cli.warm_keep import Keeping
     from tiered_kv.config import load
     from tiered_kv.plugins import Plugins
 
+    keeping = None if keep is None else Keeping(read_seconds(keep), keep_share / 100)
     if source is not None:
         from tiered_kv.cli.warm_copy import Copying, copy_blocks_of
 
@@ -194,6 +218,7 @@ def warm(
                 most_bytes=None if max_bytes is None else read_size(max_bytes),
                 new_namespace=new_namespace,
                 dry_run=dry_run,
+                keeping=keeping,
             ),
             as_json=as_json,
         )
@@ -227,6 +252,8 @@ def warm(
         batch=batch,
         sample=sample,
         seconds=read_seconds(timeout),
+        keeping=keeping,
+        config=config,
         as_json=as_json,
     )
     prompts = read_sources(files, whole=whole_files)
@@ -249,13 +276,17 @@ class _Job:
     batch: int
     sample: int
     seconds: float
+    keeping: Keeping | None
+    config: Path
     as_json: bool
 
 
 def _warm(job: _Job, files: list[str], prompts: list[PlacedPrompt]) -> None:
     from tiered_kv.cli.progress import Progress
+    from tiered_kv.cli.tending import store_tiers
     from tiered_kv.cli.vllm_args import engine_arguments
     from tiered_kv.cli.warm_deployment import write_deployment
+    from tiered_kv.cli.warm_keep import keep_stored, kept_text
     from tiered_kv.cli.warm_report import complaints, print_report, report_as_json
     from tiered_kv.cli.warming import Warming
     from tiered_kv.vllm.engine_process import require_vllm
@@ -288,10 +319,18 @@ def _warm(job: _Job, files: list[str], prompts: list[PlacedPrompt]) -> None:
                 "command goes on from there"
             )
             raise
+    kept: Mapping[str, Kept] = {}
+    keeping = job.keeping
+    if keeping is not None:
+        targets = [tier for name in job.tiers for tier in store_tiers(job.config, name)]
+        kept = keep_stored(targets, warmed.namespace, warmed.keys, keeping)
     if job.as_json:
-        print_json(report_as_json(warmed, types, files, time.monotonic() - began))
+        seconds = time.monotonic() - began
+        print_json(report_as_json(warmed, types, files, seconds, kept))
     else:
         print_report(warmed, types)
+        for name, one in kept.items():
+            typer.echo(f"tier {name}: {kept_text(one)}")
     for line in complaints(warmed, types):
         warn(line)
     if not (warmed.complete and warmed.hit):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from tiered_kv.cli.acceptance import accept
 from tiered_kv.cli.output import FAILED, bytes_text, print_json, warn
 from tiered_kv.cli.tending import StoreTier, chosen, store_tiers
 from tiered_kv.cli.warm_deployment import tiers_to_warm
+from tiered_kv.cli.warm_keep import Keeping, Kept, keep, kept_text
 from tiered_kv.cli.warming import duration_text
 from tiered_kv.errors import ConfigError, reason_in
 
@@ -45,6 +47,7 @@ class Copying:
     most_bytes: int | None
     new_namespace: bool
     dry_run: bool
+    keeping: Keeping | None = None
 
 
 def copy_blocks_of(job: Copying, *, as_json: bool) -> None:
@@ -69,14 +72,17 @@ def copy_blocks_of(job: Copying, *, as_json: bool) -> None:
         _tell_size(job, stored, targets, as_json=as_json)
         return
     began = time.monotonic()
-    done = _copy(job, source, stored, targets)
+    done, kept = _copy(job, source, stored, targets)
     if as_json:
         print_json(
             {
                 "source": job.source,
                 "namespace": stored.namespace.id.hex(),
                 "source_blocks": stored.blocks,
-                "tiers": {name: asdict(copied) for name, copied in done.items()},
+                "tiers": {
+                    name: asdict(copied) | ({"kept_blocks": kept[name].blocks} if kept else {})
+                    for name, copied in done.items()
+                },
                 "seconds": time.monotonic() - began,
             }
         )
@@ -87,7 +93,7 @@ def copy_blocks_of(job: Copying, *, as_json: bool) -> None:
             typer.echo(
                 f"tier {name}: {copied.blocks} of {stored.blocks} blocks, "
                 f"{bytes_text(copied.bytes)}, copied; {copied.present} were there already"
-                f"{limit}{gone}"
+                f"{limit}{gone}{_kept(kept.get(name))}"
             )
     _complain(job, done)
 
@@ -108,14 +114,19 @@ def _complain(job: Copying, done: dict[str, Copied]) -> None:
         raise typer.Exit(FAILED)
 
 
+def _kept(kept: Kept | None) -> str:
+    return "" if kept is None else f"; {kept_text(kept)}"
+
+
 def _copy(
     job: Copying, source: StoreTier, stored: StoredNamespace, targets: Sequence[StoreTier]
-) -> dict[str, Copied]:
+) -> tuple[dict[str, Copied], dict[str, Kept]]:
     from tiered_kv.cli.progress import Progress
     from tiered_kv.upkeep import copy_blocks, most_used_first
 
     ranks = range(stored.geometry.world_size)
     done: dict[str, Copied] = {}
+    kept: dict[str, Kept] = {}
     with Progress(stored.blocks * len(targets)) as progress, _going_on(progress):
         for target in targets:
             with ExitStack() as stack:
@@ -124,16 +135,21 @@ def _copy(
                 into = {
                     r: stack.enter_context(target.store(stored, r, writable=True)) for r in ranks
                 }
+                keys = list(most_used_first(sources[0]))
                 done[target.name] = copy_blocks(
                     sources,
                     into,
-                    most_used_first(sources[0]),
+                    keys,
                     block_bytes=max(group.block_bytes for group in stored.geometry.groups),
                     most_bytes=job.most_bytes,
                     pace=paced(job.rate),
                     progress=_advancing(progress, target.name, stored.blocks),
                 )
-    return done
+                if job.keeping is not None:
+                    there = [*compress(keys, into[0].contains(keys))]
+                    geometry = stored.geometry
+                    kept[target.name] = keep(into[0], target, geometry, there, job.keeping)
+    return done, kept
 
 
 @contextmanager

@@ -9,19 +9,26 @@ import typer
 
 from tiered_kv.cli.output import bytes_text
 from tiered_kv.cli.traffic import traffic
+from tiered_kv.cli.warm_keep import Kept
 from tiered_kv.cli.warming import Warmed
 
 __all__ = ["complaints", "print_report", "report_as_json"]
 
 
 def report_as_json(
-    warmed: Warmed, types: Mapping[str, str], files: list[str], seconds: float
+    warmed: Warmed,
+    types: Mapping[str, str],
+    files: list[str],
+    seconds: float,
+    kept: Mapping[str, Kept],
 ) -> dict[str, Any]:
     """One object. `types`: the type of each tier that was warmed, by its name."""
     moved = traffic(types, *warmed.stats)
     tiers = moved.tiers_as_json()
     for tier, lacking in warmed.lacking.items():
         tiers[tier] |= {"held_tokens": warmed.tokens - lacking, "lacking_tokens": lacking}
+    for tier, one in kept.items():
+        tiers[tier] |= {"kept_blocks": one.blocks}
     return {
         "files": files,
         "prompts": warmed.prompts,

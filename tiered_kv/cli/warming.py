@@ -13,6 +13,7 @@ from tiered_kv.cli.progress import Progress
 from tiered_kv.cli.prompt_file import Origin, PlacedPrompt, TokenIds, refuse
 from tiered_kv.cli.warm_deployment import engine_environment
 from tiered_kv.stats import StatsSnapshot
+from tiered_kv.values import BlockKey
 from tiered_kv.vllm.engine_process import (
     EngineProcess,
     Prompt,
@@ -72,6 +73,10 @@ class Warmed:
     """At the end of each engine."""
     done_prompts: int = 0
     """Prompts that all tiers hold as far as is known."""
+    namespace: bytes = b""
+    """Id of the one in which the blocks lie."""
+    keys: list[BlockKey] = field(default_factory=list)
+    """Of the prompts' blocks, each once."""
 
     @property
     def hit(self) -> bool:
@@ -192,6 +197,11 @@ class Warming:
             if not missing or (number and len(missing) == len(before)):
                 break
         result.lacking = self._lacking(missing)
+        found: dict[BlockKey, None] = {}
+        for some in _portions(self._ids, ASKED_TOGETHER):
+            result.namespace, keys = engine.block_keys(some)
+            found.update(dict.fromkeys(keys))
+        result.keys = list(found)
 
     def _pass(self, engine: EngineProcess, missing: Sequence[int]) -> None:
         """Have the engine answer these prompts; what tiers hold of them is not computed."""

@@ -20,10 +20,12 @@ from tiered_kv.contracts.policy import (
     PolicyContext,
     Recency,
     Scoring,
+    WatchesNeed,
 )
 from tiered_kv.contracts.store import (
     BlockStore,
     ChangeBatch,
+    KeepsBlocks,
     NewBlock,
     Place,
     RanksByUse,
@@ -44,6 +46,7 @@ __all__ = [
     "HandlerContext",
     "HandlerFactory",
     "HostMemory",
+    "KeepsBlocks",
     "MaintenanceContext",
     "NewBlock",
     "Place",
@@ -62,5 +65,6 @@ __all__ = [
     "Verification",
     "VerifyAlways",
     "VerifyMode",
+    "WatchesNeed",
     "no_room",
 ]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from tiered_kv.values import BlockKey
 
 __all__ = ["EvictionPolicy", "Policy", "PolicyContext", "Recency", "Scoring"]
 
 K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 
 
 class EvictionPolicy(Protocol[K]):
@@ -44,7 +45,9 @@ class EvictionPolicy(Protocol[K]):
         """The keys that are here, in the order in which they should go.
 
         The caller may stop early, and may `remove` the key that was given last before it asks for
-        the next one; it changes nothing else meanwhile. A key may be missing that was given before.
+        the next one; it changes nothing else meanwhile, but that the block before it may be
+        `needed` no more (see `WatchesNeed`). A key may be missing that was given before, and one
+        that came to be needed no more meanwhile.
         """
         ...
 
@@ -54,6 +57,17 @@ class EvictionPolicy(Protocol[K]):
 
     def __len__(self) -> int:
         """Number of keys that are here."""
+        ...
+
+
+@runtime_checkable
+class WatchesNeed(Protocol[K_contra]):
+    """What an `EvictionPolicy` may have besides: it is told which blocks cannot go, so that it need
+    not give them as victims, which are passed over one by one."""
+
+    def needed(self, key: K_contra, is_needed: bool) -> None:
+        """Whether a block is needed by one behind it, from now on; also of blocks that are on their
+        way here. At first none is."""
         ...
 
 

@@ -35,6 +35,7 @@ from tiered_kv.values import BlockKey, BlockStatus
 __all__ = [
     "BlockStore",
     "ChangeBatch",
+    "KeepsBlocks",
     "NewBlock",
     "Place",
     "RanksByUse",
@@ -208,5 +209,32 @@ class RanksByUse(Protocol):
         Raises:
             TierError: the store does not work.
             ValueError: it is not open for writing.
+        """
+        ...
+
+
+@runtime_checkable
+class KeepsBlocks(Protocol):
+    """What a store may bring besides: some blocks are evicted after all others of their namespace
+    for a while, also after a restart. They are evicted all the same where nothing else is left, and
+    for another namespace that has no room: a tier never fills up with what cannot go."""
+
+    def keep(self, keys: Sequence[BlockKey], seconds: float, most: int) -> int:
+        """Keep blocks for so many seconds, the first ones of `keys` for as long as no more than
+        `most` blocks of the tier are kept, whoever had them kept. Of a prefix the end is evicted
+        first. One that is kept already is kept for the longer time. How many of `keys` are kept
+        now; those that are not there are ignored.
+
+        Raises:
+            TierError: the store does not work.
+            ValueError: it is not open for writing, or `seconds` is not above 0.
+        """
+        ...
+
+    def kept(self) -> int:
+        """How many blocks of the tier are kept now, of all namespaces. It looks at each of them.
+
+        Raises:
+            TierError: the store does not work.
         """
         ...

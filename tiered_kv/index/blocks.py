@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ _TOUCH_SECONDS = 0.05
 """How long `touch`, which a load waits for, waits for its turn to write."""
 _SCAN_RECORDS = 2_048
 _ARRANGED_TOGETHER = 1_024
+_NANOSECONDS = 1_000_000_000
 _MANY_BLOCKS = 100_000
 """From so many on a child process, which takes some tenths of a second to start, is worth it."""
 
@@ -388,6 +390,7 @@ class BlockIndex:
 
     def oldest(self, txn: Transaction, slot_class: int, count: int) -> list[FullKey]:
         """At most `count` blocks of a class, least recently used first (write transaction)."""
+        self._places.expire(txn, slot_class)
         return self._order.first(txn, slot_class, count, partial(self._record, txn))
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
@@ -414,6 +417,27 @@ class BlockIndex:
             some = full[max(0, end - _ARRANGED_TOGETHER) : end]
             with self._environment.write() as txn:
                 level = self._places.arrange(txn, reversed(some), level)
+
+    def keep(self, keys: Sequence[BlockKey], seconds: float, most: int) -> int:
+        """See `KeepsBlocks.keep`."""
+        if not seconds > 0:
+            raise ValueError(f"blocks are kept for more than 0 seconds, not {seconds}")
+        self.flush()
+        until = time.time_ns() + int(seconds * _NANOSECONDS)
+        room = most - self.kept()
+        with self._environment.read() as txn:
+            chosen = self._places.to_keep(txn, self.full_keys(keys), room)
+        kept = 0
+        for end in range(len(chosen), 0, -_ARRANGED_TOGETHER):  # what is placed last goes last
+            some = chosen[max(0, end - _ARRANGED_TOGETHER) : end]
+            with self._environment.write() as txn:
+                kept += self._places.keep(txn, reversed(some), until)
+        return kept
+
+    def kept(self) -> int:
+        """See `KeepsBlocks.kept`."""
+        with self._environment.read() as txn:
+            return self._places.kept(txn)
 
     # --------------------------------------------------------------------- classes and counters
 

@@ -1,5 +1,8 @@
 """In which order blocks go: by slot class, by tick, and as they were placed where ticks are equal.
 
+A tick is a time in nanoseconds; with `KEPT` added to it, until when a block is kept: such blocks
+come behind all others of their class.
+
 One record of `order` holds the keys of blocks that were placed together with the same tick, as many
 as fit into a page. Its number, which grows, orders the records of one tick. A block's own
 record says in which one its key lies; a key whose block says otherwise is astray, and dropped.
@@ -15,7 +18,9 @@ from tiered_kv.index.environment import Environment, Transaction
 from tiered_kv.index.log import Counters
 from tiered_kv.index.records import BlockRecord, FullKey
 
-__all__ = ["Order", "name_of", "tick_of"]
+__all__ = ["KEPT", "Order", "name_of", "tick_of"]
+
+KEPT = 1 << 63
 
 _NAME = struct.Struct(">IQQ")
 _LENGTH = struct.Struct(">H")
@@ -100,6 +105,28 @@ class Order:
             while more and cursor.key().startswith(prefix):
                 yield cursor.key(), _keys(cursor.value())
                 more = cursor.next()
+
+    def kept(
+        self, txn: Transaction, slot_class: int, until: int = KEPT - 1
+    ) -> Iterator[tuple[bytes, list[FullKey]]]:
+        """Names and keys of the records of blocks that are kept until `until` at most, those that
+        are kept for the shortest time first. Any transaction."""
+        last = _NAME.pack(slot_class, KEPT + until, KEPT)
+        with txn.cursor(self._records) as cursor:
+            more = cursor.set_range(_NAME.pack(slot_class, KEPT, 0))
+            while more and cursor.key() <= last:
+                yield cursor.key(), _keys(cursor.value())
+                more = cursor.next()
+
+    def classes(self, txn: Transaction) -> list[int]:
+        """Numbers of the slot classes that have blocks. Any transaction."""
+        found: list[int] = []
+        with txn.cursor(self._records) as cursor:
+            more = cursor.first()
+            while more:
+                found.append(int.from_bytes(cursor.key()[:_CLASS_BYTES], "big"))
+                more = cursor.set_range((found[-1] + 1).to_bytes(_CLASS_BYTES, "big"))
+        return found
 
     def portion(
         self, txn: Transaction, start: bytes, most: int

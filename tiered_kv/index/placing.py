@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 from tiered_kv.contracts import Scoring
 from tiered_kv.index.environment import Environment, Transaction
 from tiered_kv.index.log import Counters
-from tiered_kv.index.order import Order, name_of
+from tiered_kv.index.order import KEPT, Order, name_of, tick_of
 from tiered_kv.index.records import BlockRecord, FullKey
 
 __all__ = ["Places", "Touched"]
 
 _MOST_TOUCHED = 65_536
 _FLUSH_SECONDS = 1.0
+_EXPIRED = 16
+"""Records of blocks whose time is over that are moved together: the transaction is short."""
 
 
 class Touched:
@@ -83,18 +85,59 @@ class Places:
         before = self._records(txn, keys)
         if before:
             now = self._counters.moment(txn)
-            self._move(txn, before, lambda tick: self._scoring.score(tick, now))
+            self._move(
+                txn,
+                before,
+                lambda tick: tick if tick >= KEPT else self._scoring.score(tick, now),
+            )
 
     def arrange(self, txn: Transaction, keys: Iterable[FullKey], floor: int) -> int:
         """Let blocks go in this order, none before those of the tick `floor`; each stays as long
-        as it would have. Returns the tick that they have."""
-        before = self._records(txn, keys)
+        as it would have, and what is kept stays where it is. Returns the tick that they have."""
+        found = self._records(txn, keys)
+        before = {key: record for key, record in found.items() if record.tick < KEPT}
         if not before:
             return floor
         now = self._counters.moment(txn)
         level = max(floor, now, *(record.tick for record in before.values()))
         self._move(txn, before, lambda tick: level)
         return level
+
+    def to_keep(self, txn: Transaction, keys: Iterable[FullKey], room: int) -> list[FullKey]:
+        """Those of the keys that are here and are kept already, and the first `room` others. Any
+        transaction."""
+        chosen: list[FullKey] = []
+        for key, record in self._records(txn, keys).items():
+            is_new = record.tick < KEPT
+            if not is_new or room > 0:
+                chosen.append(key)
+                room -= is_new
+        return chosen
+
+    def keep(self, txn: Transaction, keys: Iterable[FullKey], until: int) -> int:
+        """Keep blocks until a time in nanoseconds, those that go first before the others; how many
+        are here."""
+        before = self._records(txn, keys)
+        self._move(txn, before, lambda tick: max(tick, KEPT + min(until, KEPT - 1)))
+        return len(before)
+
+    def kept(self, txn: Transaction) -> int:
+        """How many blocks are kept now. Any transaction."""
+        now = time.time_ns()
+        return sum(
+            len(keys)
+            for number in self._order.classes(txn)
+            for name, keys in self._order.kept(txn, number)
+            if tick_of(name) - KEPT > now
+        )
+
+    def expire(self, txn: Transaction, slot_class: int) -> None:
+        """Blocks whose time is over count as used when it ended."""
+        for name, keys in list(islice(self._order.kept(txn, slot_class, time.time_ns()), _EXPIRED)):
+            found = self._records(txn, keys)
+            over = {key: record for key, record in found.items() if name_of(record) == name}
+            self._order.take_out(txn, {name: set(keys)})
+            self._move(txn, over, lambda tick: tick - KEPT)
 
     def _records(self, txn: Transaction, keys: Iterable[FullKey]) -> dict[FullKey, BlockRecord]:
         found = {}

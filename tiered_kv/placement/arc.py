@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from tiered_kv.placement.lru import oldest_first
+from tiered_kv.placement.turns import in_turn
 
 __all__ = ["ArcPolicy"]
 
@@ -80,7 +80,7 @@ class ArcPolicy(Generic[K]):
             yield found
             if found in first:  # passed over: give all others, least recently used first
                 for order in (self._once, self._again):
-                    yield from oldest_first(order)
+                    yield from in_turn(order)
                 break
 
     def _from_once(self) -> bool:

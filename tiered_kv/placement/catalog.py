@@ -24,9 +24,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from tiered_kv.contracts import EvictionPolicy
+from tiered_kv.contracts import EvictionPolicy, WatchesNeed
 from tiered_kv.placement.lru import LruPolicy
 from tiered_kv.placement.slots import Allocation, CatalogCounts, Leaseholder, SlotState, Use
 from tiered_kv.specs import SlotRef
@@ -63,6 +64,7 @@ class HostCatalog:
         if slots < 0:
             raise ValueError(f"a host tier cannot have {slots} slots")
         self._policy: EvictionPolicy[BlockKey] = LruPolicy() if policy is None else policy
+        self._need = self._policy.needed if isinstance(self._policy, WatchesNeed) else None
         self._clock = clock
         self._free = list(range(slots))
         self._generations = [0] * slots
@@ -77,6 +79,8 @@ class HostCatalog:
         """Slots that a rank has not released, by whether they were for promotions."""
         self._orphaned = 0
         self._raised = 0
+        self._ready: Counter[int] = Counter()
+        """Ready blocks by priority."""
         self._strays = 0
         self.version = 0
         """Grows whenever a block has come, or has gone."""
@@ -231,7 +235,7 @@ class HostCatalog:
 
     def _leaving(self, keep: Mapping[BlockKey, None], priority: int) -> Iterator[Use]:
         """Blocks that may go, in order; each has gone when the next one is asked for."""
-        went = True
+        went = any(blocks and level <= priority for level, blocks in self._ready.items())
         while went:  # a block that another one needed may go when that has gone
             went = False
             for key in self._policy.victims():
@@ -253,6 +257,8 @@ class HostCatalog:
         if before is not None:
             if before.behind is None:
                 before.behind = set()
+            if not before.behind and self._need is not None:
+                self._need(before.key, True)
             before.behind.add(use)
         if priority > 0 and self._raised < RAISED_SHARE * len(self._uses):
             use.priority = priority
@@ -274,6 +280,7 @@ class HostCatalog:
                 self._strays += use.ready
                 continue
             use.ready = True
+            self._ready[use.priority] += 1
             self.version += 1
             self._held += bool(use.holders)
             ready.append(use.key)
@@ -408,6 +415,7 @@ class HostCatalog:
                 sum(u.priority > 0 and not u.forgotten for u in uses),
             ),
             "resident": (len(self._policy), sum(u.ready and not u.forgotten for u in uses)),
+            "ready, of all priorities": (self._ready.total(), len(self._policy)),
         }
         for what, (counted, found) in expected.items():
             if counted != found:
@@ -451,11 +459,17 @@ class HostCatalog:
     def _forget_one(self, use: Use) -> None:
         del self._keys[use.key]
         self.version += 1
-        if use.before is not None and use.before.behind is not None:
-            use.before.behind.discard(use)
+        before, need = use.before, self._need
+        if need is not None and use.behind:
+            need(use.key, False)
+        if before is not None and before.behind is not None:
+            before.behind.discard(use)
+            if need is not None and not before.behind:
+                need(before.key, False)
         use.before = use.behind = None
         self._raised -= use.priority > 0
         if use.ready:
+            self._ready[use.priority] -= 1
             self._policy.remove(use.key)
         else:
             self._held += bool(use.holders)

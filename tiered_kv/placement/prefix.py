@@ -17,10 +17,11 @@ import math
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import compress, islice
+from operator import is_not
 from typing import Generic, TypeVar
 
 from tiered_kv.placement.hazard import AGES, HazardTable
-from tiered_kv.placement.lru import oldest_first
 
 __all__ = ["PrefixPolicy"]
 
@@ -57,6 +58,19 @@ LEAST_MEMORY = 262_144
 
 MEMORY = 4
 """... and as a multiple of the capacity."""
+
+
+BATCH = 64
+"""Keys that are looked at together where one may be removed in between."""
+
+
+def _oldest_first(order: OrderedDict[K, None]) -> Iterator[K]:
+    """The keys of an order whose entries may be removed, each once it was given."""
+    passed = 0
+    while batch := list(islice(order, passed, passed + BATCH)):
+        for key in batch:
+            yield key
+            passed += key in order
 
 
 class _Run(Generic[K]):
@@ -100,16 +114,22 @@ class PrefixPolicy(Generic[K]):
         self._runs: dict[K, _Run[K]] = {}
         """Run of every key that is remembered."""
         self._here: set[K] = set()
+        self._needed: set[K] = set()
         self._history: deque[_Run[K]] = deque()
         """Runs whose keys are remembered, oldest first."""
         self._aging: list[deque[_Run[K]]] = [deque() for _ in range(len(AGES) - 1)]
         """Runs by age, oldest first."""
         self._places: dict[tuple[int, int], OrderedDict[_Run[K], None]] = {}
-        """Runs that have blocks here, by class and age, oldest first."""
+        """Runs that have blocks here, by class and age, oldest first; not those whose end is needed
+        by a block of another run."""
+        self._held: dict[_Run[K], None] = {}
+        """Those; an ordered set."""
+        self._freed: list[_Run[K]] = []
+        """Those of them that are to have a place again: not before all others were victims."""
         self._order: list[tuple[float, int, int]] = []
         """(worth, -age, class) of all places, least worth first."""
         self._now = self._aged = -math.inf
-        self._requests = self._learned = 0
+        self._requests = self._learned = self._removed = 0
 
     # Uses
 
@@ -132,12 +152,10 @@ class PrefixPolicy(Generic[K]):
         new = known.count(None)
         fresh = bisect_right(NEW, new)
         end = len(keys) if new == 0 else len(keys) - 1
-        start = 0
-        for position in range(1, end + 1):
-            if position == end or known[position] is not known[start]:
-                if start < end:
-                    self._begin(keys[start:position], known[start], fresh)
-                start = position
+        ends = [*compress(range(1, end), map(is_not, known, known[1:end])), end]
+        for start, position in zip((0, *ends), ends, strict=False):
+            if start < position:
+                self._begin(keys[start:position], known[start], fresh)
         if end < len(keys):
             self._begin(keys[end:], known[end], fresh, LAST)
 
@@ -154,6 +172,11 @@ class PrefixPolicy(Generic[K]):
             kind = bisect_right(USES, count) * (len(NEW) + 1) + fresh
         run = _Run(keys, kind, self._now, count)
         self._runs.update(dict.fromkeys(keys, run))
+        if old is not None and old in self._held:
+            self._displace(old)
+            self._place(old)
+        if old is not None and not old.left:
+            old.keys = ()  # it stays in the history for a while
         self._table.came(kind, 0, len(keys))
         self._history.append(run)
         self._aging[0].append(run)
@@ -161,37 +184,85 @@ class PrefixPolicy(Generic[K]):
             run.here = [key for key in keys if key in self._here]
             self._place(run)
 
-    def _place(self, run: _Run[K]) -> None:
+    def _place(self, run: _Run[K], *, next_one: bool = False) -> None:
+        """Put it at the end of its place, or where it is the next one to go."""
+        end = self._end(run)
+        if end is None:
+            return
+        if end in self._needed:
+            self._held[run] = None
+            return
         name = (run.kind, run.age)
         place = self._places.get(name)
         if place is None:
             place = self._places[name] = OrderedDict()
             insort(self._order, (self._table.worth[run.kind][run.age], -run.age, run.kind))
         place[run] = None
+        if next_one:
+            place.move_to_end(run, last=False)
+
+    def _end(self, run: _Run[K]) -> K | None:
+        """The last block of a run that is here."""
+        while run.here:
+            key = run.here[-1]
+            if key in self._here and self._runs[key] is run:
+                return key
+            run.here.pop()
+        return None
+
+    def _displace(self, run: _Run[K]) -> bool:
+        """Take a run out of its place; whether it had one."""
+        if run in self._held:
+            del self._held[run]
+            return True
+        place = self._places.get((run.kind, run.age))
+        if place is None or run not in place:
+            return False
+        del place[run]
+        return True
+
+    def needed(self, key: K, is_needed: bool) -> None:
+        """See `WatchesNeed`."""
+        (self._needed.add if is_needed else self._needed.discard)(key)
+        run = self._runs.get(key) if key in self._here else None
+        if run is None or self._end(run) != key:
+            return
+        if not is_needed:
+            self._freed.append(run)
+        elif run not in self._held:
+            self._displace(run)
+            self._place(run)
+
+    def _return_freed(self) -> None:
+        for run in self._freed:
+            if run in self._held:
+                del self._held[run]
+                self._place(run, next_one=True)
+        self._freed.clear()
 
     # Ages, and what is learned
 
     def _age(self) -> None:
         last = len(self._aging) - 1
-        places, came = self._places, self._table.came
         for age in reversed(range(last)):
-            aging = self._aging[age]
-            born = self._now - AGES[age + 1]
+            aging, older = self._aging[age], age + 1
+            born = self._now - AGES[older]
+            came: dict[int, int] = {}
             while aging and aging[0].since <= born:
                 run = aging.popleft()
-                place = places.get((run.kind, age)) if run.here else None
-                placed = place is not None and run in place
-                if place is not None and placed:
-                    del place[run]
-                run.age = age + 1
+                placed = bool(run.here) and self._displace(run)
+                run.age = older
                 if run.left:
-                    came(run.kind, age + 1, run.left)
-                    if age + 1 < last:
-                        self._aging[age + 1].append(run)
+                    came[run.kind] = came.get(run.kind, 0) + run.left
+                    if older < last:
+                        self._aging[older].append(run)
                     if placed:
                         self._place(run)
+            for kind, blocks in came.items():
+                self._table.came(kind, older, blocks)
 
     def _learn(self) -> None:
+        self._return_freed()
         kinds = sorted({kind for kind, _ in self._places})
         for _ in range(min(LEARN_CLASSES, len(kinds))):
             self._learned += 1
@@ -224,14 +295,18 @@ class PrefixPolicy(Generic[K]):
             if key not in self._here:
                 self._here.add(key)
                 run = self._runs[key]
-                if not run.here or run not in self._places.get((run.kind, run.age), ()):
-                    self._place(run)
                 run.here.append(key)
+                held = run in self._held
+                placed = held or run in self._places.get((run.kind, run.age), ())
+                if not placed or held != (key in self._needed):
+                    self._displace(run)
+                    self._place(run)
 
     def remove(self, key: K) -> None:
         """A block is here no more; unknown keys are ignored."""
         if key in self._here:
             self._here.remove(key)
+            self._removed += 1
             run = self._runs[key]
             if run.forgotten:
                 del self._runs[key]
@@ -239,39 +314,50 @@ class PrefixPolicy(Generic[K]):
 
     def victims(self) -> Iterator[K]:
         """Keys of the runs of least worth first, of the oldest of those first, and of each run its
-        end first.
+        end first; not those of runs whose end is needed, until that has gone.
 
         Where the end of a run stays, the blocks before it are probably needed by it, and are given
         when all others have been.
         """
-        yield from self._victims(whole=False)
-        yield from self._victims(whole=True)
+        went = True
+        while went:
+            removed = self._removed
+            self._return_freed()
+            for entry in list(self._order):
+                yield from self._victims_in(entry, whole=False)
+            went = self._removed > removed
+        for entry in list(self._order):
+            yield from self._victims_in(entry, whole=True)
+        for run in list(self._held):
+            yield from self._victims_of(run, whole=True)
 
-    def _victims(self, *, whole: bool) -> Iterator[K]:
-        index = 0
-        while index < len(self._order):
-            _, negative_age, kind = self._order[index]
-            place = self._places[kind, -negative_age]
-            for run in oldest_first(place):
-                yield from self._victims_of(run, whole=whole)
-                if not run.here:
-                    del place[run]
-            if place:
-                index += 1
-            else:
-                del self._places[kind, -negative_age]
-                del self._order[index]
+    def _victims_in(self, entry: tuple[float, int, int], *, whole: bool) -> Iterator[K]:
+        _, negative_age, kind = entry
+        place = self._places[kind, -negative_age]
+        for run in _oldest_first(place):
+            yield from self._victims_of(run, whole=whole)
+            if self._end(run) is None or run in self._held:
+                place.pop(run, None)
+        if not place:
+            del self._places[kind, -negative_age]
+            self._order.remove(entry)
 
     def _victims_of(self, run: _Run[K], *, whole: bool) -> Iterator[K]:
-        for position in reversed(range(len(run.here))):
+        position = len(run.here)
+        while position := min(position, len(run.here)):
+            position -= 1
             key = run.here[position]
             if key in self._here and self._runs[key] is run:
+                if not whole and key in self._needed:
+                    self._held[run] = None
+                    return
                 yield key
                 if key in self._here:
                     if whole:
                         continue
                     return
-            del run.here[position]
+            if position < len(run.here):
+                del run.here[position]
 
     def admits(self, key: K, victim: K) -> bool:
         """Whether a block is worth as much as another one."""

@@ -106,11 +106,14 @@ class Replay:
         size = self._block_tokens
         found = {tier.name: 0 for tier in self._tiers}
         hit = 0
+        lookups = [(tier.name, tier.catalog.lookup) for tier in self._tiers]
         for key in keys:
-            where = next((tier for tier in self._tiers if tier.catalog.lookup(key)), None)
-            if where is None:
+            for name, lookup in lookups:
+                if lookup(key):
+                    found[name] += min(size, request.tokens - hit * size)
+                    break
+            else:
                 break
-            found[where.name] += min(size, request.tokens - hit * size)
             hit += 1
         rest = keys[hit:]
         parents = {key: parent for parent, key in pairwise(keys[max(0, hit - 1) :])}

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from tiered_kv.placement.lru import oldest_first
+from tiered_kv.placement.turns import in_turn
 
 __all__ = ["S3FifoPolicy"]
 
@@ -77,9 +77,9 @@ class S3FifoPolicy(Generic[K]):
             if found is None:
                 break
             yield found
-            if found in self._uses:  # passed over: give all others, in the order of the queues
+            if found in self._uses:  # passed over: something needs it
                 for queue in (self._small, self._main):
-                    yield from oldest_first(queue)
+                    yield from in_turn(queue)
                 break
 
     def _settled(self, *, small: bool) -> K | None:

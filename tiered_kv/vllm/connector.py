@@ -337,8 +337,11 @@ class TieredKVConnector(OffloadingConnector):
     def held(self, request: Request) -> Mapping[str, int]:
         """By store tier, how many tokens of a request without an adapter could be loaded from it
         alone."""
-        keys = [BlockKey(key) for key in group_keys(request, self._hashes)]
-        return self.manager.held(keys, request.num_tokens)
+        return self.manager.held(self.block_keys(request), request.num_tokens)
+
+    def block_keys(self, request: Request) -> list[BlockKey]:
+        """Keys of all whole blocks of a request without an adapter, KV group by KV group."""
+        return [BlockKey(key) for key in group_keys(request, self._hashes)]
 
     def request_finished(
         self, request: Request, block_ids: list[int]

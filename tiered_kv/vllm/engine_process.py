@@ -24,6 +24,7 @@ from typing import Any, Self, TypeAlias
 
 from tiered_kv.errors import RefuseToStart, TieredKVError, UnsupportedError
 from tiered_kv.stats import StatsSnapshot
+from tiered_kv.values import BlockKey
 
 __all__ = [
     "Chat",
@@ -253,6 +254,13 @@ class EngineProcess:
             seconds=seconds,
         )
         return [Warmth(**raw) for raw in found]
+
+    def block_keys(self, prompts: Sequence[Sequence[int]]) -> tuple[bytes, list[BlockKey]]:
+        """Id of the namespace in which the tiers hold the engine's blocks, and the keys of all
+        whole blocks of these prompts: each once, those of a prompt in order."""
+        raw = self._ask("block_keys", ANSWER_SECONDS, prompts=[list(ids) for ids in prompts])
+        keys = [BlockKey(bytes.fromhex(key)) for key in raw["keys"]]
+        return bytes.fromhex(raw["namespace"]), keys
 
     def reset_prefix_cache(self) -> None:
         """Forget what the engine itself has cached. The tiers keep what they hold."""

@@ -108,6 +108,15 @@ class OfflineEngine:
             found.append(asdict(Warmth(len(ids) // step * step if step else 0, held)))
         return found
 
+    def block_keys(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Under which keys the prompts' blocks lie; see `EngineProcess.block_keys`."""
+        connector = scheduler_connector(self.llm)
+        keys: dict[str, None] = {}
+        for ids in prompts:
+            request = bare_request(self.llm, f"keys-{next(self._numbers)}", ids)
+            keys.update(dict.fromkeys(key.hex() for key in connector.block_keys(request)))
+        return {"namespace": connector.manager.view().namespace, "keys": list(keys)}
+
     def generate(
         self, token_ids: Sequence[int], max_tokens: int, tiers: Sequence[str] | None
     ) -> dict[str, Any]:
@@ -241,6 +250,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         "generate": engine.generate,
         "generate_all": engine.generate_all,
         "warmth": engine.warmth,
+        "block_keys": engine.block_keys,
         "reset_prefix_cache": engine.reset_prefix_cache,
         "stats": engine.stats,
         "settle": engine.settle,

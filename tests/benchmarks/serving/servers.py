@@ -20,7 +20,11 @@ from tiered_kv.testing.models import smollm2
 
 __all__ = ["Answer", "Pair", "ask", "ask_together", "pair", "prompt", "server"]
 
-VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "FAULTY_STORE_BACKGROUND_READS": "1",
+}
 """Both servers compute on the same two cores, so that the one with tiers has none fewer."""
 
 
