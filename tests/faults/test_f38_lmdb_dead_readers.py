@@ -17,11 +17,13 @@ READERS = 4
 
 def opened(path: Path, *, writable: bool) -> Environment:
     """With a table of four readers: who opens the directory first says how many."""
-    before, writemap._MAX_READERS = writemap._MAX_READERS, READERS
+    before = writemap._MAX_READERS, writemap._LOCK_BYTES
+    # LMDB goes by the size of a lock file that it finds.
+    writemap._MAX_READERS, writemap._LOCK_BYTES = READERS, (READERS + 2) * 64
     try:
         return Environment.open(path, kind="lmdb", tier="pins", max_bytes=2**24, writable=writable)
     finally:
-        writemap._MAX_READERS = before
+        writemap._MAX_READERS, writemap._LOCK_BYTES = before
 
 
 def read_until_killed(path: Path, out: Connection) -> None:

@@ -220,7 +220,7 @@ def test_a_life_by_priorities_among_aborts_and_preemptions_leaves_nothing() -> N
         Stage().assembly, model, seed=8, by_priority=True, pace=VirtualTime(COST)
     ) as sim:
         assert sim.wait_ready()
-        sim.live(Workload(priorities=3, arrivals=0.8, abort=0.05), 400)
+        sim.live(Workload(priorities=3, arrivals=0.8, abort=0.05), 800)
         sim.run()
         assert sim.settle()
         print(sim.counts)

@@ -240,12 +240,9 @@ class HostCatalog:
             went = False
             for key in self._policy.victims():
                 use = self._keys[key]
-                if use.priority <= priority and key not in keep and self._idle(use):
+                if use.priority <= priority and key not in keep and use.idle:
                     went = True
                     yield use
-
-    def _idle(self, use: Use) -> bool:
-        return not (use.behind or use.pins or use.holders or use.leases)
 
     def _take(
         self, key: BlockKey, ranks: int, before: Use | None, promotion: bool, priority: int
@@ -255,8 +252,7 @@ class HostCatalog:
         ref = SlotRef(number, self._generations[number])
         use = Use(ref, key, (1 << ranks) - 1, before, promotion=promotion)
         if before is not None:
-            if before.behind is None:
-                before.behind = set()
+            before.behind = before.behind or set()
             if not before.behind and self._need is not None:
                 self._need(before.key, True)
             before.behind.add(use)
@@ -378,7 +374,7 @@ class HostCatalog:
         """Let blocks go that nobody needs, those of a prefix in order; others stay."""
         for key in reversed(keys):
             use = self._keys.get(key)
-            if use is not None and use.ready and self._idle(use):
+            if use is not None and use.ready and use.idle:
                 self._forget(use)
 
     def reset(self) -> None:

@@ -83,6 +83,11 @@ class Use:
         """Blocks here that need this one."""
         self.priority = 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody needs its block to stay."""
+        return not (self.behind or self.pins or self.holders or self.leases)
+
     def audit(
         self, ref: SlotRef, known: Use | None, leases: Mapping[Leaseholder, Collection[BlockKey]]
     ) -> Iterator[str]:
