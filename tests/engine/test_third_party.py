@@ -23,7 +23,8 @@ def test_blocks_go_to_a_third_partys_tier_and_come_back_after_a_restart(
 ) -> None:
     rows = {"name": "rows", "type": "sqlite", "path": str(tmp_path / "rows"), "capacity": "256MiB"}
     site = wheel.installed(tmp_path / "third-party")
-    config = deployment(tmp_path, [cpu(), rows])
+    limits = {"load_deadline": "20s"}  # whether a load is quick is no matter here
+    config = deployment(tmp_path, [cpu(), rows], limits=limits)
     load = Generate(PROMPTS, max_tokens=16, kv_transfer_params=hint("rows"))
     first = run_engine(
         options(tiny_model, config),
@@ -31,7 +32,7 @@ def test_blocks_go_to_a_third_partys_tier_and_come_back_after_a_restart(
         pythonpath=(site,),
     )
     cold, loaded = first.generations
-    staged = deployment(tmp_path, [cpu(), rows | {"direct": False}])
+    staged = deployment(tmp_path, [cpu(), rows | {"direct": False}], limits=limits)
     again = run_engine(
         options(tiny_model, staged, multiprocess=True),
         *(load, ReadMetrics()),
