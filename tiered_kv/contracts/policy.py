@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from tiered_kv.values import BlockKey
 
-__all__ = ["EvictionPolicy", "Policy", "PolicyContext", "Recency", "Scoring"]
+__all__ = ["EvictionPolicy", "Policy", "PolicyContext", "Recency", "Scoring", "WatchesNeed"]
 
 K = TypeVar("K", bound=Hashable)
 K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
@@ -42,7 +42,7 @@ class EvictionPolicy(Protocol[K]):
         ...
 
     def victims(self) -> Iterator[K]:
-        """The keys that are here, in the order in which they should go.
+        """The keys that are here, in the order in which they should go; needed ones may be missing.
 
         The caller may stop early, and may `remove` the key that was given last before it asks for
         the next one; it changes nothing else meanwhile, but that the block before it may be

@@ -25,7 +25,8 @@ VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",
     "FAULTY_STORE_BACKGROUND_READS": "1",
 }
-"""Both servers compute on the same two cores, so that the one with tiers has none fewer."""
+"""Both servers compute on the same two cores, so that the one with tiers has none fewer.
+Tiers are measured by background reads, which the plug-in of the tests switches off otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
