@@ -26,6 +26,8 @@ __all__ = ["NUMBER_BYTES", "Ledger", "packed", "unpacked"]
 NUMBER_BYTES = 8
 _NUMBER = struct.Struct(">Q")
 _RUN = struct.Struct(">QIQ")
+_MOST_TOGETHER = 2**20
+"""Numbers in a run. One that says more is damaged: whoever went through it would not come back."""
 
 packed = _NUMBER.pack
 """A number as the ledger, the rows and the values name it."""
@@ -196,7 +198,7 @@ def _joined(rooms: Iterable[tuple[int, int]]) -> bytes:
     runs: list[bytes] = []
     first, count, each = 0, 0, 0
     for number, room in rooms:
-        if count and number == first + count and room == each:
+        if 0 < count < _MOST_TOGETHER and number == first + count and room == each:
             count += 1
             continue
         if count:
@@ -208,7 +210,9 @@ def _joined(rooms: Iterable[tuple[int, int]]) -> bytes:
 
 
 def _runs(data: bytes) -> list[Run]:
-    return list(map(Run._make, _RUN.iter_unpack(data)))
+    """The runs of a record, but for those that can't have been written. Their values, if there are
+    any, are values that nothing names, for `verify --repair` to delete."""
+    return [run for run in map(Run._make, _RUN.iter_unpack(data)) if 0 < run.size <= _MOST_TOGETHER]
 
 
 def _parted(data: bytes) -> tuple[bytes, list[Run]]:

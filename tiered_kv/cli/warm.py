@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,7 +144,10 @@ Rate = Annotated[
 MostBytes = Annotated[
     str | None,
     typer.Option(
-        "--max-bytes", metavar="SIZE", help="With --from: most bytes in all.", show_default=False
+        "--max-bytes",
+        metavar="SIZE",
+        help="With --from: most bytes that go to each tier.",
+        show_default=False,
     ),
 ]
 Which = Annotated[
@@ -165,7 +168,27 @@ Unknown = Annotated[
 ]
 
 
+_FOR_PROMPTS = (
+    *("model", "dtype", "max_model_len", "block_size", "engine_args", "whole_files", "batch"),
+    *("sample", "tokens_per_second", "timeout"),
+)
+_FOR_COPIES = ("rate", "max_bytes", "namespace", "new_namespace")
+
+
+def _refuse_others(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Options that would do nothing.
+
+    Raises:
+        typer.BadParameter: one of them was given.
+    """
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and given is not None and given.name == "COMMANDLINE":
+            raise typer.BadParameter(why, param_hint=parameter.opts[0])
+
+
 def warm(
+    context: typer.Context,
     config: Deployed,
     files: Files = None,
     model: Model = None,
@@ -203,11 +226,14 @@ def warm(
     from tiered_kv.plugins import Plugins
 
     keeping = None if keep is None else Keeping(read_seconds(keep), keep_share / 100)
+    if keeping is None:
+        _refuse_others(context, ("keep_share",), "is for --keep")
     if source is not None:
         from tiered_kv.cli.warm_copy import Copying, copy_blocks_of
 
-        if files or model is not None:
-            raise typer.BadParameter("takes neither FILE nor --model", param_hint="--from")
+        if files:
+            raise typer.BadParameter("takes no FILE", param_hint="--from")
+        _refuse_others(context, _FOR_PROMPTS, "is for prompts, not for --from")
         copy_blocks_of(
             Copying(
                 source=source,
@@ -223,9 +249,9 @@ def warm(
             as_json=as_json,
         )
         return
-    for name, value in (("--rate", rate), ("--max-bytes", max_bytes), ("--namespace", namespace)):
-        if value is not None:
-            raise typer.BadParameter("is for --from", param_hint=name)
+    _refuse_others(context, _FOR_COPIES, "is for --from")
+    if not dry_run:
+        _refuse_others(context, ("tokens_per_second",), "is for --dry-run")
     if not files:
         raise typer.BadParameter(
             "name files with prompts, or a store with --from", param_hint="FILE"
@@ -286,13 +312,16 @@ def _warm(job: _Job, files: list[str], prompts: list[PlacedPrompt]) -> None:
     from tiered_kv.cli.tending import store_tiers
     from tiered_kv.cli.vllm_args import engine_arguments
     from tiered_kv.cli.warm_deployment import write_deployment
-    from tiered_kv.cli.warm_keep import keep_stored, kept_text
+    from tiered_kv.cli.warm_keep import keep_stored, kept_text, require_keeping
     from tiered_kv.cli.warm_report import complaints, print_report, report_as_json
     from tiered_kv.cli.warming import Warming
     from tiered_kv.vllm.engine_process import require_vllm
 
     require_vllm()
     types = {name: job.deployment.tier(name).type for name in job.tiers}
+    targets = [tier for name in job.tiers for tier in store_tiers(job.config, name)]
+    if job.keeping is not None:
+        require_keeping(targets)
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="tiered-kv-warm-") as name,
@@ -322,7 +351,6 @@ def _warm(job: _Job, files: list[str], prompts: list[PlacedPrompt]) -> None:
     kept: Mapping[str, Kept] = {}
     keeping = job.keeping
     if keeping is not None:
-        targets = [tier for name in job.tiers for tier in store_tiers(job.config, name)]
         kept = keep_stored(targets, warmed.namespace, warmed.keys, keeping)
     if job.as_json:
         seconds = time.monotonic() - began
@@ -333,7 +361,10 @@ def _warm(job: _Job, files: list[str], prompts: list[PlacedPrompt]) -> None:
             typer.echo(f"tier {name}: {kept_text(one)}")
     for line in complaints(warmed, types):
         warn(line)
-    if not (warmed.complete and warmed.hit):
+    for one in kept.values():
+        if one.why:
+            warn(one.why)
+    if not (warmed.complete and warmed.hit and not any(one.why for one in kept.values())):
         raise typer.Exit(FAILED)
 
 

@@ -17,7 +17,7 @@ from tiered_kv.cli.acceptance import accept
 from tiered_kv.cli.output import FAILED, bytes_text, print_json, warn
 from tiered_kv.cli.tending import StoreTier, chosen, store_tiers
 from tiered_kv.cli.warm_deployment import tiers_to_warm
-from tiered_kv.cli.warm_keep import Keeping, Kept, keep, kept_text
+from tiered_kv.cli.warm_keep import Keeping, Kept, keep, kept_text, require_keeping
 from tiered_kv.cli.warming import duration_text
 from tiered_kv.errors import ConfigError, reason_in
 
@@ -71,6 +71,8 @@ def copy_blocks_of(job: Copying, *, as_json: bool) -> None:
     if job.dry_run:
         _tell_size(job, stored, targets, as_json=as_json)
         return
+    if job.keeping is not None:
+        require_keeping(targets)
     began = time.monotonic()
     done, kept = _copy(job, source, stored, targets)
     if as_json:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiered_kv.cli.tending import StoreTier
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TieredKVError
 
 if TYPE_CHECKING:
-    from tiered_kv.contracts import BlockStore, StoredNamespace
+    from tiered_kv.contracts import BlockStore, KeepsBlocks, StoredNamespace
     from tiered_kv.values import BlockKey, CacheGeometry
 
-__all__ = ["Keeping", "Kept", "keep", "keep_stored", "kept_text"]
+__all__ = ["Keeping", "Kept", "keep", "keep_stored", "kept_text", "require_keeping"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,22 @@ class Kept:
     most: int
     """Blocks that the share allows, those kept before included."""
     keeping: Keeping
+    why: str = ""
+    """Why the tier keeps none; empty where it does."""
+
+
+def require_keeping(tiers: Iterable[StoreTier]) -> None:
+    """Refuse tiers that cannot keep blocks, before the work; one that holds nothing yet cannot be
+    asked.
+
+    Raises:
+        ConfigError: a store of this kind keeps none.
+        TierError: a tier does not work.
+    """
+    for tier in tiers:
+        for stored in tier.namespaces()[:1]:
+            with tier.store(stored, 0) as store:
+                _keeper(store, tier)
 
 
 def keep(
@@ -50,6 +66,13 @@ def keep(
         ConfigError: a store of this kind keeps none.
         TierError: the store does not work.
     """
+    keeper = _keeper(store, tier)
+    block_bytes = max(group.block_bytes for group in geometry.groups) * geometry.world_size
+    most = int(keeping.share * int(tier.settings.capacity) / block_bytes)
+    return Kept(keeper.keep(keys, keeping.seconds, most), len(keys), most, keeping)
+
+
+def _keeper(store: BlockStore, tier: StoreTier) -> KeepsBlocks:
     from tiered_kv.contracts import KeepsBlocks
 
     if not isinstance(store, KeepsBlocks):
@@ -57,28 +80,24 @@ def keep(
             f"--keep: stores of type {tier.settings.type} (tier {tier.name!r}) cannot keep blocks; "
             "leave it out, or name other tiers with --tier"
         )
-    block_bytes = max(group.block_bytes for group in geometry.groups) * geometry.world_size
-    most = int(keeping.share * int(tier.settings.capacity) / block_bytes)
-    return Kept(store.keep(keys, keeping.seconds, most), len(keys), most, keeping)
+    return store
 
 
 def keep_stored(
     tiers: Sequence[StoreTier], namespace: bytes, keys: Sequence[BlockKey], keeping: Keeping
 ) -> Mapping[str, Kept]:
-    """The same in closed tiers, of a namespace by its id; by tier. A tier that does not hold the
-    namespace keeps nothing.
-
-    Raises:
-        ConfigError, TierError: as `keep`.
-    """
+    """The same in closed tiers, of a namespace by its id; by tier. What a tier cannot keep is told
+    in the answer: the blocks are stored by now."""
     done: dict[str, Kept] = {}
     for tier in tiers:
-        stored = _of(tier, namespace)
-        if stored is None:
-            done[tier.name] = Kept(0, len(keys), 0, keeping)
-            continue
-        with tier.store(stored, 0, writable=True) as store:
-            done[tier.name] = keep(store, tier, stored.geometry, keys, keeping)
+        try:
+            stored = _of(tier, namespace)
+            if stored is None:
+                raise ConfigError(f"tier {tier.name!r} holds none of them")
+            with tier.store(stored, 0, writable=True) as store:
+                done[tier.name] = keep(store, tier, stored.geometry, keys, keeping)
+        except TieredKVError as error:
+            done[tier.name] = Kept(0, len(keys), 0, keeping, str(error))
     return done
 
 
@@ -90,6 +109,8 @@ def kept_text(kept: Kept) -> str:
     """For people."""
     from tiered_kv.cli.warming import duration_text
 
+    if kept.why:
+        return f"no blocks kept: {kept.why}"
     keeping = kept.keeping
     whole = "" if kept.blocks == kept.asked else f" of {kept.asked}"
     why = f" ({keeping.share:.0%} of the tier are {kept.most})" if whole else ""

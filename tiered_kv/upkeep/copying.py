@@ -105,12 +105,14 @@ class _Copy:
         batch_bytes: int,
     ) -> Copied:
         done = self._done
+        first = next(iter(self._targets.values()))
         evicted = self._evicted()
         batches = read_whole(
             sources, self._absent(keys), block_bytes=block_bytes, batch_bytes=batch_bytes
         )
         for batch in batches:
             wanted = self._wanted(batch)
+            self._order.mark_when_grown(first)
             try:
                 self._store(wanted)
             except NoSpace as error:
@@ -121,7 +123,7 @@ class _Copy:
             if done.full or done.limited:
                 break
             self._pace(sum(block.nbytes for block in batch))
-        self._order.mark(next(iter(self._targets.values())))
+        self._order.mark(first)
         return done
 
     def _absent(self, keys: Iterable[BlockKey]) -> Iterator[BlockKey]:

@@ -59,7 +59,8 @@ class Imported:
     damage: str = ""
     """Why reading ended before the end; empty where it did not."""
     full: str = ""
-    """Why storing ended before the end: no room; empty where it did not."""
+    """Why storing ended before the end: no room, or only that of the archive's blocks; empty where
+    it did not."""
 
 
 def export_blocks(
@@ -125,9 +126,10 @@ def import_blocks(
     pace: Callable[[int], object] = lambda nbytes: None,
 ) -> Imported:
     """Store the blocks of an archive, each after its bytes were verified; those that are there are
-    skipped. Stops at damage that hides where the next block begins, and where there is no room;
-    what was stored before stays. In the end they are marked as used in the order of the archive,
-    the first as the most recently used.
+    skipped. They are marked as used in the order of the archive, the first as the most recently
+    used. Room is made by evicting what the tier held before. Stops at damage that hides where the
+    next block begins, where there is no room, and where the archive's own blocks are evicted for
+    its next ones; what was stored before stays.
 
     Blocks; takes memory of `batch_bytes`, at least one block.
 
@@ -170,13 +172,12 @@ class _Importing:
     def run(self) -> Imported:
         done = self._done
         try:
-            while (block := self._reader.next()) is not None:
+            while not done.full and (block := self._reader.next()) is not None:
                 self._take(block)
-                if done.full:
-                    return done
         except ArchiveError as error:
             done.damage = str(error)
-        self._store()
+        if not done.full:
+            self._store()
         for rank, order in [*self._order.items()][:1]:  # a use counts for all ranks' parts
             order.mark(self._store_of(rank))
         return done
@@ -202,20 +203,33 @@ class _Importing:
         for rank in dict.fromkeys(rank for rank, _ in self._batch):
             mine = [entry for (of, _), entry in self._batch.items() if of == rank]
             try:
-                self._put(rank, mine)
-            except NoSpace:
-                # The batch as a whole; part of it may fit.
-                try:
-                    for entry in mine:
-                        self._put(rank, [entry])
-                except NoSpace as error:
-                    self._done.full = str(error)
-                    break
+                self._put_noticing(rank, mine)
+            except NoSpace as error:
+                self._done.full = str(error)
+            if self._done.full:
+                break
         self._batch.clear()
         self._memory.clear()
 
-    def _put(self, rank: int, entries: list[tuple[NewBlock, memoryview]]) -> None:
-        store = self._store_of(rank)
+    def _put_noticing(self, rank: int, entries: list[tuple[NewBlock, memoryview]]) -> None:
+        """Store parts of one rank, and notice if earlier blocks of the archive went for it."""
+        store, order = self._store_of(rank), self._order.setdefault(rank, OrderOfUse())
+        order.mark_when_grown(store)
+        next_to_go = [key for key in [order.goes_first()] if key is not None]
+        there, evicted = store.contains(next_to_go), store.stat().evicted_blocks
+        try:
+            self._put(store, rank, entries)
+        except NoSpace:
+            # The batch as a whole; part of it may fit.
+            for entry in entries:
+                self._put(store, rank, [entry])
+        evicted = store.stat().evicted_blocks - evicted
+        if evicted and there != store.contains(next_to_go):
+            self._done.full = f"it evicted {evicted} blocks, of the same file, for the last ones"
+
+    def _put(
+        self, store: BlockStore, rank: int, entries: list[tuple[NewBlock, memoryview]]
+    ) -> None:
         places = store.reserve([block for block, _ in entries])
         new: list[tuple[Place, memoryview]] = [
             (place, data)
@@ -223,15 +237,14 @@ class _Importing:
             if place is not None
         ]
         mine = [place for place, _ in new]
-        order = self._order.setdefault(rank, OrderOfUse())
-        for block, _ in entries:
-            order.note(block.key)
         try:
             store.write(mine, [data for _, data in new])
             store.publish(mine)
         except BaseException:
             store.abandon(mine)
             raise
+        for block, _ in entries:
+            self._order[rank].note(block.key)
         self._done.parts += len(new)
         self._done.bytes += sum(data.nbytes for _, data in new)
         self._done.present += len(entries) - len(new)

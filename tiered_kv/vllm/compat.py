@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+from operator import itemgetter
 from typing import TYPE_CHECKING, cast
 
 from packaging.version import InvalidVersion, Version
@@ -30,6 +31,7 @@ __all__ = [
     "check_flags",
     "check_version",
     "group_keys",
+    "keys_by_token",
     "none_hash_seed",
     "offer_again",
     "share_log",
@@ -187,3 +189,13 @@ def group_keys(request: Request, hashes_per_block: tuple[tuple[int, int], ...]) 
         end = make_offload_key(b"", group)
         keys += cast("list[OffloadKey]", [one + end for one in hashes[per_block - 1 :: per_block]])
     return keys
+
+
+def keys_by_token(
+    request: Request, hashes_per_block: tuple[tuple[int, int], ...]
+) -> list[OffloadKey]:
+    """The same keys as `group_keys`, as the request's tokens fill the blocks, whatever group."""
+    hashes = len(request.block_hashes)
+    ends = [end for _, step in hashes_per_block for end in range(step, hashes + 1, step)]
+    ended = zip(ends, group_keys(request, hashes_per_block), strict=True)
+    return [key for _, key in sorted(ended, key=itemgetter(0))]

@@ -47,7 +47,7 @@ from tiered_kv.connector import (
 from tiered_kv.errors import ConfigError, IdentityError
 from tiered_kv.memory import CacheRef, KVCaches
 from tiered_kv.values import BlockKey
-from tiered_kv.vllm.compat import group_keys, offer_again, to_adapter, windows_of
+from tiered_kv.vllm.compat import group_keys, keys_by_token, offer_again, to_adapter, windows_of
 from tiered_kv.vllm.jobs import (
     TieredHandshake,
     TieredMetadata,
@@ -337,11 +337,12 @@ class TieredKVConnector(OffloadingConnector):
     def held(self, request: Request) -> Mapping[str, int]:
         """By store tier, how many tokens of a request without an adapter could be loaded from it
         alone."""
-        return self.manager.held(self.block_keys(request), request.num_tokens)
+        keys = [BlockKey(key) for key in group_keys(request, self._hashes)]
+        return self.manager.held(keys, request.num_tokens)
 
     def block_keys(self, request: Request) -> list[BlockKey]:
-        """Keys of all whole blocks of a request without an adapter, KV group by KV group."""
-        return [BlockKey(key) for key in group_keys(request, self._hashes)]
+        """Keys of all whole blocks of a request without an adapter, as its tokens fill them."""
+        return [BlockKey(key) for key in keys_by_token(request, self._hashes)]
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -257,7 +257,8 @@ class EngineProcess:
 
     def block_keys(self, prompts: Sequence[Sequence[int]]) -> tuple[bytes, list[BlockKey]]:
         """Id of the namespace in which the tiers hold the engine's blocks, and the keys of all
-        whole blocks of these prompts: each once, those of a prompt in order."""
+        whole blocks of these prompts: each once, those of a prompt as its tokens fill them, of all
+        KV groups."""
         raw = self._ask("block_keys", ANSWER_SECONDS, prompts=[list(ids) for ids in prompts])
         keys = [BlockKey(bytes.fromhex(key)) for key in raw["keys"]]
         return bytes.fromhex(raw["namespace"]), keys
