@@ -18,9 +18,9 @@ LONGEST = 15.0
 MEASURED = Recompute(gate="measured")
 
 
-def all_end(sim: Simulation, requests: Iterable[Request]) -> bool:
-    """Step until these requests are over; False where they are not after `LONGEST`."""
-    until = time.monotonic() + LONGEST
+def all_end(sim: Simulation, requests: Iterable[Request], longest: float = LONGEST) -> bool:
+    """Step until these requests are over; False where they are not after so many seconds."""
+    until = time.monotonic() + longest
     waited_for = list(requests)
     while time.monotonic() < until:
         if all(request.phase.over for request in waited_for):

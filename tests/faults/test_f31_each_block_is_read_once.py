@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.far_tiers import KINDS, far_tier, store_all
+from tests.faults.giving_up import all_end
 from tests.unit.simulation_rig import blocks_read, promoted, tokens
 from tiered_kv.testing.simulation import Phase, SimulatedModel, Simulation
 
@@ -19,6 +20,8 @@ RANKS = 2
 MODEL = SimulatedModel(blocks=160, ranks=RANKS, chunk=2)
 BLOCK_SECONDS = 0.02
 """Eight of them are far."""
+LONGEST = 80.0
+"""Seconds, of which a run takes a tenth."""
 BUSY_ANSWER = 160
 """Tokens of requests without a hit that run for long: 20 blocks, which are stored in the host
 tier while the others wait for their turn."""
@@ -36,6 +39,7 @@ def serve(path: Path, kind: str, stored: list[tuple[int, ...]], asked: list[int]
             requests.append(sim.add(stored[prompt]))
             if number % 10 == 9:
                 requests += [sim.add((number, which), BUSY_ANSWER) for which in range(2)]
+        assert all_end(sim, requests, LONGEST), "requests keep one another from ending"
         sim.run()
         assert sim.settle()
         assert {request.phase for request in requests} == {Phase.FINISHED}

@@ -3,8 +3,11 @@ loads."""
 
 from __future__ import annotations
 
+from itertools import islice
+
 from tests.faults.giving_up import MEASURED, all_end
 from tests.unit.simulation_rig import Stage, store_prompt, tokens
+from tiered_kv.testing.faults import Effect, Fault, Method
 from tiered_kv.testing.simulation import Phase, SimulatedModel, Simulation
 
 REQUESTS = 50
@@ -78,6 +81,30 @@ def test_f54_a_request_gets_one_further_load_and_then_computes() -> None:
         assert [bool(count) for count in held] == [True, True, False]
         sim.run()
         assert sim.settle()
+        assert sim.audit() == ()
+
+
+def test_f54_blocks_that_a_tier_could_not_bring_are_asked_of_it_once() -> None:
+    """It works otherwise, so that no breaker opens."""
+    stage = Stage(host_slots=0, retry_backoff=60.0)
+    others = [tokens(100 + number, 16) for number in range(REQUESTS // 5)]
+    with Simulation(stage.assembly, MODEL) as sim:
+        for prompt in (PREFIX, *others):
+            store_prompt(sim, prompt)
+        bad = frozenset(islice(sim.blocks(PREFIX), 1))
+        stage.disk.faults.inject(Fault(method=Method.READ, effect=Effect.BLOCK_ERROR, keys=bad))
+        for number in range(REQUESTS):
+            sim.forget_device_cache()
+            sim.add((*PREFIX, *tokens(number, 4)), 1)
+            if number % 5 == 0:
+                sim.add(others[number // 5], 1)
+            sim.run()
+        refused = stage.disk.faults.injected()[Method.READ, Effect.BLOCK_ERROR]
+        print(f"{REQUESTS} requests for a bad block: {refused} reads of it; {sim.counts}")
+        assert sim.settle()
+        assert sim.counts.loaded_blocks["ssd"] >= 4 * len(others)
+        assert sim.counts.failed_loads == refused == 1
+        sim.check_device_cache()
         assert sim.audit() == ()
 
 

@@ -18,7 +18,7 @@ from tests.engine.lives import PYTHONPATH
 from tests.engine.tiers import HASH, options
 from tiered_kv.testing.models import smollm2
 
-__all__ = ["Answer", "Pair", "ask", "ask_together", "pair", "prompt", "server"]
+__all__ = ["Answer", "Pair", "ask", "ask_alone", "ask_together", "pair", "prompt", "server"]
 
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -27,6 +27,8 @@ VARIABLES = {
 }
 """Both servers compute on the same two cores, so that the one with tiers has none fewer.
 Tiers are measured by background reads, which the plug-in of the tests switches off otherwise."""
+
+SPIN_SECONDS = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,13 @@ def ask(asked: Server, tokens: Sequence[int], answer: int) -> Answer:
         details.get("cached_tokens") or 0,
         usage["prompt_tokens"] + usage["completion_tokens"],
     )
+
+
+def ask_alone(asked: Server, tokens: Sequence[int], answer: int) -> Answer:
+    """The same when the worker of the other server sleeps: for a second behind its last message it
+    spins (vLLM's `SpinCondition`), and takes one of the two cores."""
+    time.sleep(SPIN_SECONDS)
+    return ask(asked, tokens, answer)
 
 
 def ask_together(

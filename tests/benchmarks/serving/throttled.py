@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.benchmarks.serving.figures import Figure
-from tests.benchmarks.serving.servers import Answer, Pair, ask, pair, prompt
+from tests.benchmarks.serving.servers import Answer, Pair, ask, ask_alone, pair, prompt
 from tests.disks import loop_disk, throttling
 
 __all__ = ["run"]
@@ -69,7 +69,9 @@ def _both(servers: Pair, prompts: list[list[int]]) -> list[tuple[Answer, Answer]
     for tokens in prompts:
         for each in (servers.plain, servers.tiered):
             each.reset_prefix_cache()
-        plain, tiered = (ask(each, tokens, ANSWER) for each in (servers.plain, servers.tiered))
+        plain, tiered = (
+            ask_alone(each, tokens, ANSWER) for each in (servers.plain, servers.tiered)
+        )
         answers.append((plain, tiered))
         print(
             f"{len(answers)}: {plain.seconds:.2f} s, with tiers {tiered.seconds:.2f} s, "
