@@ -36,6 +36,7 @@ from tiered_kv.planning import (
     plan_as_dict,
     read_speeds,
 )
+from tiered_kv.planning.cuts import PlannedGate
 from tiered_kv.planning.figures import Figures, FirstToken, figures_of
 from tiered_kv.planning.grid import Cell, Measured, Outcome, replay_grid
 from tiered_kv.planning.plots import Line, chart
@@ -79,30 +80,100 @@ def question(trace: Trace | None = None, **changes: Any) -> Question:
 # Figures
 
 
-def test_the_time_to_the_first_token_is_what_the_formula_says() -> None:
-    speeds = Speeds(10.0, LoadRate(1000.0, 0.5), LoadRate(100.0, 1.0))
+SLOW = PlannedGate(Speeds(10.0, LoadRate(1000.0, 0.5), LoadRate(100.0, 1.0)), 10, 10.0, 30.0)
+"""A block of 10 tokens takes a second to compute, 0.1 s from the host after 0.5, 1 s from the SSD
+after 1."""
+
+CUTS: dict[str, tuple[list[str], int, int, float]] = {
+    "nothing is found": ([], 100, 0, 10.0),
+    "the engine holds some": (["engine"] * 2, 100, 0, 8.0),
+    "all of one tier": (["host"] * 8, 100, 80, 0.5 + 0.8 + 2),
+    "one that saves nothing": (["ssd"], 100, 0, 10.0),
+    # All: max(0.9, 5) + 2 = 7 s. Nothing: 10 s. The host's alone: 0.9 + 6 s.
+    "a cut is better than both": (["host"] * 4 + ["ssd"] * 4, 100, 40, 6.9),
+    "behind what the engine holds": (["engine"] * 2 + ["host"] * 2 + ["ssd"] * 4, 100, 20, 6.7),
+    # 1 + 1 s beside 1.1 s, then 1 s: the host's are worth a load from the SSD.
+    "what lies behind a slow block": (["ssd"] + ["host"] * 6, 80, 70, 3.0),
+    "a last block that is partly filled": (["host"] * 2, 15, 15, 0.5 + 0.15),
+    "one that is not worth it": (["ssd"], 2, 0, 0.2),
+    "where only the last is not": (["host", "ssd"], 12, 10, 0.6 + 0.2),
+    "an end that the engine holds": (["engine"] * 2, 15, 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_request_is_cut_where_serving_would(name: str) -> None:
+    sources, tokens, loaded, seconds = CUTS[name]
+    cut = SLOW.cut(sources, tokens)
+    print(cut)
+    assert (cut.loaded, cut.late) == (loaded, False)
+    assert cut.seconds == pytest.approx(seconds)
+    held = min(tokens, 10 * sources.count("engine"))
+    assert cut.loaded + cut.computed + held == tokens
+
+
+def test_a_load_that_would_take_too_long_is_cut() -> None:
+    patient = replace(SLOW, speeds=replace(SLOW.speeds, prefill=1.0))
+    hasty = replace(patient, longest=3.0)
+    whole, part = (gate.cut(["ssd"] * 8, 75) for gate in (patient, hasty))
+    assert (whole.loaded, whole.seconds, whole.late) == (75, 8.5, False)
+    assert (part.loaded, part.seconds, part.late) == (20, 3.0 + 55, True)
+    assert replace(hasty, longest=8.2).cut(["ssd"] * 8, 75).late
+    assert PlannedGate(Speeds(), 16, 1.0).longest == 2.0
+
+
+def test_a_plan_predicts_what_the_gate_loads() -> None:
+    """The host keeps the first four of the eight blocks that are wanted again, the SSD all."""
+    requests = (
+        TracedRequest(0.0, tuple(range(8)), 80, 1),
+        TracedRequest(10.0, (*range(8), 10, 11), 100, 1),
+    )
+    asked = question(
+        Trace("two", TraceKind.MOONCAKE, 10, requests),
+        shape=KVShape("a test", 10.0, 1),
+        speeds=SLOW.speeds,
+        ssd_bytes=(2000,),
+        host_bytes=(400,),
+    )
+    figures = make_plan(asked, processes=1).figures[1]
+    print(figures)
+    assert (figures.host_hits, figures.ssd_hits) == (0.4, 0.4)
+    assert figures.loaded == 0.4
+    assert figures.first_token is not None
+    assert figures.first_token.mean == pytest.approx(6.9)
+    assert figures.saved_gpu_seconds == pytest.approx(40 / 10 / 10)
+    assert figures.gpu_seconds == pytest.approx(60 / 10 / 10)
+
+
+def test_loads_that_are_cut_short_are_told() -> None:
+    asked = question(speeds=Speeds(10.0, ssd=LoadRate(1024.0 * 16, 0.0)))
+    made = make_plan(asked, processes=1)
+    late = made.recommendation.figures.late
+    print(late, "requests", made.notes)
+    assert late
+    told = f"{late} of the 200 requests would load more if a load could take longer than 2 s"
+    assert any(told in note for note in made.notes)
+    assert plan_as_dict(made, "")["cells"][-1]["requests_cut_by_deadline"] == late
+
+
+def test_figures_are_sums_over_the_requests() -> None:
     measured = Measured(0, np.array([100, 100, 100, 100]), 50.0)
     outcome = Outcome(
         Cell("lru", "lru", 10_000, 10_000, 1),
         np.array([0, 20, 0, 0]),  # engine
         np.array([0, 0, 40, 0]),  # host
         np.array([0, 0, 50, 2]),  # SSD
+        np.array([0, 0, 90, 0]),  # loaded
+        np.array([100, 80, 10, 100]),
+        np.array([10.0, 8.0, 7.0, 10.0]),
+        late=3,
         ssd_stored=30,
         ssd_evicted=0,
         ssd_resident=30,
     )
-    made = figures_of(
-        outcome,
-        measured,
-        speeds,
-        bytes_per_token=10.0,
-        block_bytes=100.0,
-        whole_requests=True,
-    )
-    # Nothing found: 100 tokens at 10/s. 20 held: 80. 40 from the host take 0.5 + 0.4 s, beside 50
-    # from the SSD in 1 + 5 s, then 10 tokens. 2 from the SSD take 1.2 s and would save 0.2: no.
-    seconds = [10.0, 8.0, 6.0 + 1.0, 10.0]
-    assert made.first_token == FirstToken.of(np.array(seconds))
+    made = figures_of(outcome, measured, Speeds(10.0), block_bytes=100.0, whole_requests=True)
+    assert made.first_token == FirstToken.of(outcome.first_token)
+    assert made.late == 3
     assert made.loaded == pytest.approx(90 / 400)
     assert (made.engine_hits, made.host_hits, made.ssd_hits) == (20 / 400, 40 / 400, 52 / 400)
     assert made.saved_gpu_seconds == pytest.approx(90 / 10 / 50)
@@ -143,10 +214,9 @@ def test_an_interrupted_replay_leaves_no_process() -> None:
     def stop(cell: Cell) -> None:
         raise KeyboardInterrupt
 
+    asked = question()
     with pytest.raises(KeyboardInterrupt):
-        replay_grid(
-            chats(), question().cells(), block_bytes=BLOCK_BYTES, first=0, processes=2, done=stop
-        )
+        replay_grid(chats(), asked.cells(), gate=asked.gate, first=0, processes=2, done=stop)
     assert not multiprocessing.active_children()
 
 

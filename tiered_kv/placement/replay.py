@@ -14,7 +14,7 @@ from tiered_kv.placement.policies import Policies
 from tiered_kv.placement.scored import ScoredPolicy
 from tiered_kv.values import BlockKey
 
-__all__ = ["Replay", "ReplayTier", "TierCounts", "TracedRequest"]
+__all__ = ["Replay", "ReplayTier", "TierCounts", "TracedRequest", "tokens_by_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +99,50 @@ class Replay:
         return self._now
 
     def request(self, request: TracedRequest) -> Mapping[str, int]:
-        """Play one request; the tokens that it loads, by tier, those of a last block that is
+        """Play one request; the tokens that it finds, by tier, those of a last block that is
         partly filled counted as they are."""
+        sources, names = self.play(request), [tier.name for tier in self._tiers]
+        counts = tokens_by_source(sources, request.tokens, self._block_tokens, names)
+        return dict(zip(names, counts, strict=True))
+
+    def play(self, request: TracedRequest) -> list[str]:
+        """Play one request; the tier of each block of the prefix that it finds, in order."""
         self._now = request.time
         keys = cast("tuple[BlockKey, ...]", request.keys)  # what they are is nothing to a catalog
-        size = self._block_tokens
-        found = {tier.name: 0 for tier in self._tiers}
-        hit = 0
+        sources: list[str] = []
         lookups = [(tier.name, tier.catalog.lookup) for tier in self._tiers]
         for key in keys:
             for name, lookup in lookups:
                 if lookup(key):
-                    found[name] += min(size, request.tokens - hit * size)
+                    sources.append(name)
                     break
             else:
                 break
-            hit += 1
+        hit = len(sources)
         rest = keys[hit:]
         parents = {key: parent for parent, key in pairwise(keys[max(0, hit - 1) :])}
         for tier in self._tiers:
             tier.catalog.wanted(keys)
             tier.store(rest, parents, forced=None if tier is not self._tiers[-1] else ())
-        return found
+        return sources
 
     @property
     def counts(self) -> Mapping[str, TierCounts]:
         """Per tier, since the replay began."""
         return {tier.name: tier.counts for tier in self._tiers}
+
+
+def tokens_by_source(
+    sources: Sequence[str], tokens: int, block_tokens: int, names: Sequence[str]
+) -> list[int]:
+    """How many tokens were found in each tier of these names, where a prompt of `tokens` tokens
+    found blocks in `sources`; of a last block that is partly filled so many as it has."""
+    found = [sources.count(name) * block_tokens for name in names]
+    left_out = len(sources) * block_tokens - tokens
+    if left_out > 0:
+        last = names.index(sources[-1])
+        found[last] -= left_out
+    return found
 
 
 class _Tier:

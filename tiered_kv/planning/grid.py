@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -17,19 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.placement import Replay, ReplayTier, TracedRequest
-from tiered_kv.planning.speeds import HOST, SSD
+from tiered_kv.placement import Replay, ReplayTier, TracedRequest, tokens_by_source
+from tiered_kv.planning.cuts import PlannedGate
+from tiered_kv.planning.speeds import ENGINE, HOST, SSD
 from tiered_kv.planning.traces import Trace
 
-__all__ = ["ENGINE", "Cell", "Measured", "Outcome", "automatic_capacities", "replay_grid"]
-
-ENGINE = "engine"
-"""The engine's own cache, where it is replayed, too: least recently used goes first, as in vLLM."""
+__all__ = ["Cell", "Measured", "Outcome", "automatic_capacities", "replay_grid"]
 
 AUTOMATIC = 8
 """Capacities that are tried where none are given, each twice the one before."""
 
 Counts = npt.NDArray[np.int64]
+Times = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,14 @@ class Outcome:
     """... in host memory ..."""
     ssd: Counts
     """... and on the SSD."""
+    loaded: Counts
+    """Those of them that it loads from both ..."""
+    computed: Counts
+    """... and those of its prompt that are computed."""
+    first_token: Times
+    """Seconds until its first token."""
+    late: int
+    """Requests that would load more if loads could take longer."""
     ssd_stored: int
     """Blocks written to the SSD."""
     ssd_evicted: int
@@ -98,7 +105,7 @@ def replay_grid(
     trace: Trace,
     cells: Sequence[Cell],
     *,
-    block_bytes: float,
+    gate: PlannedGate,
     first: int,
     processes: int | None = None,
     done: Callable[[Cell], None] = lambda cell: None,
@@ -108,7 +115,7 @@ def replay_grid(
     Args:
         trace: requests.
         cells: combinations; the outcomes come in the same order.
-        block_bytes: of a block of the trace, over all ranks.
+        gate: cuts what requests find; it knows the size of the trace's blocks.
         first: number of the first request that counts.
         processes: that run at once; as many as there are processors if not given.
         done: called when a cell is done.
@@ -117,7 +124,7 @@ def replay_grid(
         TieredKVError: a process was killed.
     """
     wanted = min(len(cells), processes or len(os.sched_getaffinity(0)))
-    jobs = [_Job(cell, trace.block_tokens, block_bytes, first) for cell in cells]
+    jobs = [_Job(cell, gate, first) for cell in cells]
     if wanted <= 1:
         outcomes = []
         for job in jobs:
@@ -156,45 +163,55 @@ def replay_grid(
 @dataclass(frozen=True, slots=True)
 class _Job:
     cell: Cell
-    block_tokens: int
-    block_bytes: float
+    gate: PlannedGate
     first: int
 
     def run(self, requests: Sequence[TracedRequest]) -> Outcome:
-        cell = self.cell
+        cell, gate = self.cell, self.gate
+        size = gate.block_bytes
         tiers = [
-            ReplayTier(name, int(size // self.block_bytes), policy, name == SSD)
-            for name, size, policy in (
+            ReplayTier(name, int(capacity // size), policy, name == SSD)
+            for name, capacity, policy in (
                 (ENGINE, cell.engine_bytes, "lru"),
                 (HOST, cell.host_bytes, cell.policy),
                 (SSD, cell.ssd_bytes, cell.ssd_policy),
             )
-            if size >= self.block_bytes
+            if capacity >= size
         ]
-        replay = Replay(tiers, block_tokens=self.block_tokens, block_bytes=int(self.block_bytes))
+        replay = Replay(tiers, block_tokens=gate.block_tokens, block_bytes=int(size))
         for request in requests[: self.first]:
-            replay.request(request)
+            replay.play(request)
         before = replay.counts.get(SSD)
-        found = [replay.request(request) for request in requests[self.first :]]
+        measured = requests[self.first :]
+        found = [replay.play(request) for request in measured]
         after = replay.counts.get(SSD)
         stored = evicted = resident = 0
         if before is not None and after is not None:
             stored = after.stored - before.stored
             evicted = after.evicted - before.evicted
             resident = after.resident
+        cuts = [
+            gate.cut(sources, request.tokens)
+            for sources, request in zip(found, measured, strict=True)
+        ]
+        tokens = [
+            tokens_by_source(sources, request.tokens, gate.block_tokens, (ENGINE, HOST, SSD))
+            for sources, request in zip(found, measured, strict=True)
+        ]
+        engine, host, ssd = np.array(tokens, np.int64).T
         return Outcome(
             cell,
-            _column(ENGINE, found),
-            _column(HOST, found),
-            _column(SSD, found),
+            engine,
+            host,
+            ssd,
+            np.array([cut.loaded for cut in cuts], np.int64),
+            np.array([cut.computed for cut in cuts], np.int64),
+            np.array([cut.seconds for cut in cuts], np.float64),
+            sum(cut.late for cut in cuts),
             stored,
             evicted,
             resident,
         )
-
-
-def _column(name: str, found: Iterable[Mapping[str, int]]) -> Counts:
-    return np.array([one.get(name, 0) for one in found], np.int64)
 
 
 _requests: Sequence[TracedRequest] = ()

@@ -13,10 +13,13 @@ from tiered_kv.errors import TraceError
 from tiered_kv.routing import MEMORY_COST, STORE_COST
 from tiered_kv.stats import LoadRate
 
-__all__ = ["ASSUMED_PREFILL", "HOST", "SSD", "Speeds", "live_speeds", "read_speeds"]
+__all__ = ["ASSUMED_PREFILL", "ENGINE", "HOST", "SSD", "Speeds", "live_speeds", "read_speeds"]
 
 HOST, SSD = "host", "ssd"
 """The tiers of a plan."""
+
+ENGINE = "engine"
+"""The engine's own cache, where it is replayed, too: least recently used goes first, as in vLLM."""
 
 PREFILL = "prefill_tokens_per_second"
 """Name of the gauge."""
