@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -639,6 +641,74 @@ def test_the_command(trace_file: Path, tmp_path: Path, cli: Cli) -> None:
     assert again.code == 2
     assert "is there already" in again.err
     assert config.read_text() == before
+
+
+SHORT = (
+    *("--trace-block", "16", "--bytes-per-token", "64KiB", "--host", "64MiB"),
+    *("--capacity", "512MiB", "--policy", "lru", "--processes", "1"),
+)
+
+UNWRITABLE = (
+    ("--html", "{0}/nowhere/plan.html", "there is no directory {0}/nowhere; make it first"),
+    ("--html", "{0}", "is a directory; name a file"),
+    ("--html", "/proc/plan.html", "/proc/plan.html cannot be written"),
+    ("--html", "{0}/dangling", "there is no directory {0}/gone"),
+    ("--write-config", "{0}/nowhere/d.yaml", "there is no directory {0}/nowhere"),
+    ("--write-config", "{0}/dangling", "is there already"),
+    ("--write-config", "{0}/plan.html", "is the file of --html, too"),
+)
+
+
+@pytest.mark.parametrize(("option", "file", "expected"), UNWRITABLE)
+def test_a_file_that_cannot_be_written_is_told_before_the_replay(
+    option: str, file: str, expected: str, tmp_path: Path, cli: Cli
+) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "file")
+    html = () if option == "--html" else ("--html", tmp_path / "plan.html")
+    refused = cli("plan", "no-such-trace", *html, option, file.format(tmp_path))
+    print(refused.err)
+    assert refused.code == 2
+    said = "".join(refused.err.replace("│", " ").split())
+    assert "".join(expected.format(tmp_path).split()) in said
+    assert "no-such-trace" not in refused.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["dangling"]
+
+
+def test_a_page_that_is_there_stays_until_the_new_one_is_made(tmp_path: Path, cli: Cli) -> None:
+    html = tmp_path / "plan.html"
+    html.write_text("the last one")
+    assert cli("plan", "no-such-trace", *SHORT, "--html", html).code == 2
+    assert html.read_text() == "the last one"
+
+
+def test_one_file_that_cannot_be_written_costs_no_other(
+    trace_file: Path, tmp_path: Path, cli: Cli
+) -> None:
+    config = tmp_path / "d.yaml"
+    told = cli("plan", trace_file, *SHORT, "--html", "/dev/full", "--write-config", config)
+    print(told.err)
+    assert told.code == 1
+    assert "error: /dev/full could not be written: No space left" in told.err
+    assert told.out.endswith(config.read_text())
+
+
+def test_files_are_written_where_nothing_can_be_printed(trace_file: Path, tmp_path: Path) -> None:
+    files = tmp_path / "plan.html", tmp_path / "d.yaml"
+    options = ("--html", files[0], "--write-config", files[1])
+    command = "from tiered_kv.cli import main; main()"
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", command, "plan", trace_file, *SHORT, *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    print(ran.stderr)
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    assert all(file.read_text() for file in files)
 
 
 WRONG = (

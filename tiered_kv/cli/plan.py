@@ -15,6 +15,7 @@ from tiered_kv.cli.output import (
     read_seconds,
     read_size,
 )
+from tiered_kv.cli.output_files import OutputFiles, check_output
 
 if TYPE_CHECKING:
     from tiered_kv.connector import LiveView
@@ -241,8 +242,10 @@ def plan(
         read_trace,
     )
 
-    if write_config is not None and write_config.exists():
-        raise typer.BadParameter(f"{write_config} is there already", param_hint="--write-config")
+    check_output(write_config, "--write-config", new=True)
+    check_output(html, "--html")
+    if html is not None and write_config is not None and html.resolve() == write_config.resolve():
+        raise typer.BadParameter("is the file of --html, too", param_hint="--write-config")
     takes_policy = _tier_type_takes_policy(type_)
     policies = _policies(policy or [])
     view = None if engine is None else _view(engine)
@@ -282,15 +285,19 @@ def plan(
         ssd_path=path,
         ssd_has_policy=takes_policy,
     )
-    if html is not None:
-        html.write_text(page(made, deployment), encoding="utf-8")
-    if write_config is not None:
-        with write_config.open("x", encoding="utf-8") as stream:
-            stream.write(deployment)
+    files = OutputFiles()
+    files.write(write_config, lambda file: _write_new(file, deployment))
+    files.write(html, lambda file: file.write_text(page(made, deployment), encoding="utf-8"))
     if as_json:
         print_json(plan_as_dict(made, deployment))
     else:
         _print(made, deployment)
+    files.finish()
+
+
+def _write_new(file: Path, text: str) -> None:
+    with file.open("x", encoding="utf-8") as stream:
+        stream.write(text)
 
 
 def _tier_type_takes_policy(name: str) -> bool:
