@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from tiered_kv.planning.cuts import PlannedGate
 from tiered_kv.planning.figures import Figures, FirstToken, figures_of
 from tiered_kv.planning.grid import Cell, Measured, Outcome, replay_grid
 from tiered_kv.planning.plots import Line, chart
-from tiered_kv.planning.recommend import deployment_yaml, recommend
+from tiered_kv.planning.recommend import Recommendation, deployment_yaml, lifetime, recommend
 from tiered_kv.plugins import Plugins
 from tiered_kv.stats import LoadRate
 from tiered_kv.testing.simulation import Simulation
@@ -249,9 +250,11 @@ def test_capacities_that_are_tried_hold_everything_in_the_end() -> None:
 # The recommendation
 
 
-def cell_figures(policy: str, ssd: int, loaded: float, wear: float | None = 0.5) -> Figures:
+def cell_figures(
+    policy: str, ssd: int, loaded: float, wear: float | None = 0.5, host: int = 1
+) -> Figures:
     return Figures(
-        Cell(policy, policy, ssd * GIB, GIB),
+        Cell(policy, policy, ssd * GIB, host * GIB),
         *(0.0, 0.0, loaded, loaded),
         FirstToken(1.0, 1.0, 2.0),
         *(2.0, 1.0),
@@ -311,16 +314,195 @@ def test_no_ssd_is_recommended_where_it_adds_little() -> None:
     assert "next to nothing" in recommend(nothing, Drive(), "lru").headline
 
 
-def test_the_deployment_is_valid_and_divides_the_host_over_ranks(tmp_path: Path) -> None:
-    worn = [replace(one, ssd_drive_writes=4.0) if one.cell.ssd_bytes else one for one in GRID]
-    text = deployment_yaml(
-        recommend(worn, Drive(), "lru"),
-        trace="a\ntrace: [with] {braces}",
+def test_host_memory_alone_is_that_of_the_cell_that_is_recommended() -> None:
+    grid = [
+        cell_figures("lru", 0, 0.0, host=0),
+        cell_figures("lru", 100, 0.5, host=0),
+        cell_figures("lru", 0, 0.3),
+        cell_figures("lru", 100, 0.5),
+    ]
+    advice = recommend(grid, Drive(), "lru")
+    assert advice.figures is grid[1]
+    assert advice.headline == (
+        "Take 100GiB of SSD with the policy lru: 50.0% of the prompts' tokens are loaded in place "
+        "of being computed, without host memory for KV."
+    )
+    assert "host" not in " ".join(advice.reasons)
+    advice = recommend(grid[2:], Drive(), "lru")
+    assert advice.headline.endswith("where 1GiB of host memory alone bring 30.0%.")
+    assert "(1.00 s without an SSD)" in advice.reasons[0]
+    more = [cell_figures("lru", 0, 0.44, host=2), cell_figures("lru", 100, 0.5, host=2)]
+    advice = recommend([*grid, *more], Drive(), "lru")
+    assert advice.figures is grid[1]
+
+
+def test_a_policy_that_is_not_in_effect_is_not_named() -> None:
+    def mixed(one: Figures, host: int) -> Figures:
+        cell = replace(one.cell, policy="arc", ssd_policy="prefix", host_bytes=host)
+        return replace(one, cell=cell)
+
+    without = recommend([mixed(one, 0) for one in GRID[:4]], Drive(), "arc")
+    assert "with the policy prefix: " in without.headline
+    behind = recommend([mixed(one, GIB) for one in GRID[:4]], Drive(), "arc")
+    assert "the policy arc in host memory and prefix on the SSD: " in behind.headline
+
+
+def test_what_is_enough_is_said_of_the_best_cell() -> None:
+    """Nine tenths of it, so that an SSD may well add more than a tenth."""
+    advice = recommend([cell_figures("lru", 0, 0.45), *GRID[1:]], Drive(), "lru")
+    print(advice.headline, *advice.reasons, sep="\n")
+    assert not advice.ssd
+    assert advice.headline == (
+        "Host memory alone is enough: 1GiB of it, with the policy lru, load 45.0% of the tokens."
+    )
+    assert advice.reasons[1] == (
+        "That is at least 90% of what the best of all cells loads (50.0%)."
+    )
+
+
+def test_why_a_capacity_is_recommended() -> None:
+    def why(grid: list[Figures]) -> str:
+        advice = recommend(grid, Drive(), "lru")
+        print(advice.headline, *advice.reasons, sep="\n")
+        return advice.reasons[1]
+
+    assert why(GRID) == (
+        "The best cell of the grid loads 50.0%, with 400GiB of SSD. None with a smaller SSD loads "
+        "90% of that."
+    )
+    # The largest, since smaller ones wear out; one of which loads more.
+    worn = [
+        cell_figures("lru", 0, 0.1),
+        cell_figures("lru", 100, 0.5, 3.0),
+        cell_figures("lru", 200, 0.48, 0.9),
+    ]
+    assert why(worn) == (
+        "The best cell of the grid loads 50.0%, with 100GiB of SSD. Some with a smaller SSD load "
+        "90% of that, too, but such a drive, rated 1 DWPD, would last less than 5 years."
+    )
+    assert why(GRID[:2]) == (
+        "No cell of the grid loads more. None with a smaller SSD loads 90% of that."
+    )
+    hosts = [cell_figures("lru", 100, 0.5, host=2), cell_figures("lru", 0, 0.2, host=2)]
+    assert why([*hosts, cell_figures("lru", 0, 0.1), cell_figures("lru", 100, 0.46)]) == (
+        "The best cell of the grid loads 50.0%, with 100GiB of SSD and 2GiB of host memory. None "
+        "with a smaller SSD loads 90% of that."
+    )
+
+
+def test_what_no_drive_bears_is_not_promised() -> None:
+    worn = [replace(one, ssd_drive_writes=1.04) if one.cell.ssd_bytes else one for one in GRID]
+    advice = recommend(worn, Drive(), "lru")
+    print(advice.headline, *advice.reasons, sep="\n")
+    assert "46.0% of the prompts' tokens could be loaded" in advice.headline
+    assert advice.reasons[0].startswith("If the SSD took all that is written: the mean time")
+    assert "would last 4.8 years. So the configuration has a write budget" in advice.reasons[2]
+    assert "a drive rated for 1.1 DWPD" in advice.reasons[2]
+    assert advice.write_budget == 100 * GIB
+    unlimited = recommend(worn, Drive(), "lru", budgeted=False)
+    assert unlimited.write_budget == 0
+    assert "take no write budget" in unlimited.reasons[2]
+    assert "the configuration has" not in " ".join(unlimited.reasons)
+    tiny = [
+        replace(one, cell=replace(one.cell, ssd_bytes=one.cell.ssd_bytes // 2**17)) for one in worn
+    ]
+    advice = recommend(tiny, Drive(rated_dwpd=0.5), "lru")
+    print(advice.reasons)
+    assert advice.write_budget == 400 * 1024
+    assert "The configuration gives it 1GiB" in advice.reasons[-1]
+
+
+def test_where_nothing_can_be_loaded_the_least_is_written_down(tmp_path: Path) -> None:
+    hosts = [replace(one, loaded=0.0) for one in (*GRID[:2], cell_figures("lru", 0, 0, host=0))]
+    for grid, expected in ((hosts, GIB), (hosts[2:], 0)):
+        advice = recommend(grid, Drive(), "lru")
+        assert advice.figures.cell.host_bytes == expected
+        text = written(advice, tmp_path / "ssd")
+        print(text)
+        assert ("this one would bring next to nothing" in text) == (not expected)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_said_is_so(seed: int) -> None:
+    """Every sentence about other cells, of any grid."""
+    chance = Random(seed)
+    drive = Drive(chance.choice((0.3, 1.0, 3.0)), "given")
+    grid = [
+        cell_figures(policy, ssd, chance.choice((0.0, 0.1, chance.random())), wear, host)
+        for policy in ("lru", "arc")
+        for host in chance.choice(((0,), (4,), (0, 4)))
+        for ssd in (0, 1, 2, 4)
+        for wear in (chance.choice((None, 0.0, 0.2, 0.9999, 2.0, 120.0)),)
+    ]
+    grid = [
+        one if one.cell.host_bytes or one.cell.ssd_bytes else replace(one, loaded=0.0)
+        for one in grid
+    ]
+    advice = recommend(grid, drive, "lru")
+    said = " ".join((advice.headline, *advice.reasons))
+    print(said)
+    chosen, best = advice.figures, max(one.loaded for one in grid)
+    years = chosen.years(drive)
+    enough = {one.cell.ssd_bytes for one in grid if one.loaded >= 0.9 * best}
+    smaller = [size for size in enough if size < chosen.cell.ssd_bytes]
+    assert ("No cell of the grid loads more" in said) <= (chosen.loaded == best)
+    assert ("None with a smaller SSD" in said) <= (not smaller)
+    assert ("Some with a smaller SSD" in said) <= bool(smaller)
+    assert ("at least 90% of what" in said) <= (chosen.loaded >= 0.9 * best)
+    assert ("Host memory alone is enough" in said) <= bool(chosen.cell.host_bytes)
+    assert ("host memory alone bring" in said) <= bool(chosen.cell.host_bytes)
+    assert ("without host memory" in said) <= (not chosen.cell.host_bytes)
+    assert ("tokens are loaded in place" in said) <= (years is None or years >= 5)
+    assert ("write budget" in said) == (advice.write_budget > 0)
+    assert ("next to nothing" in said) == (best < 0.01)
+    told = re.search(r"lasts? ([\d.]+) (years|months|days)", said)
+    if told is not None:
+        assert years is not None
+        assert float(told[1]) <= years * {"years": 1, "months": 12, "days": 365}[told[2]] + 1e-6
+
+
+def test_a_life_is_not_told_longer_than_it_is() -> None:
+    told = [lifetime(years) for years in (4.99, 5.0, 0.999, 0.05, 21.0)]
+    assert told == ["4.9 years", "5.0 years", "11.9 months", "18.2 days", "> 20 years"]
+
+
+def written(advice: Recommendation, path: Path, *settings: str) -> str:
+    return deployment_yaml(
+        advice,
+        trace="a\ntrace: [with] {braces}\x07",
         ranks=2,
         ssd_type="nvme",
-        ssd_path=tmp_path / "kv: #1",
-        ssd_has_policy=True,
+        ssd_path=path,
+        ssd_settings=settings or ("path", "eviction", "write_budget"),
     )
+
+
+PATHS = ("kv: #1", "100$", "$HOME/x", "${y}", "a$$b", "~", "ü \u2028", "'\"", "on", "../up")
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_directory_that_is_written_down_is_the_one_that_was_named(
+    name: str, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = written(recommend(GRID, Drive(), "lru"), tmp_path / name if whole else Path(name))
+    print(text)
+    file = tmp_path / "d.yaml"
+    file.write_text(text.replace("aged", "prefix"), encoding="utf-8")
+    _, ssd = load(file, Plugins(), {"HOME": "/elsewhere"}).tiers
+    assert ssd.directories == {"path": tmp_path / name}
+
+
+def test_a_type_is_given_what_it_takes(tmp_path: Path) -> None:
+    worn = [replace(one, ssd_drive_writes=4.0) if one.cell.ssd_bytes else one for one in GRID]
+    text = written(recommend(worn, Drive(), "lru"), tmp_path, "eviction")
+    assert list(yaml.safe_load(text)["tiers"][1]) == ["name", "type", "capacity", "eviction"]
+
+
+def test_the_deployment_is_valid_and_divides_the_host_over_ranks(tmp_path: Path) -> None:
+    worn = [replace(one, ssd_drive_writes=4.0) if one.cell.ssd_bytes else one for one in GRID]
+    text = written(recommend(worn, Drive(), "lru"), tmp_path / "kv: #1")
     print(text)
     file = tmp_path / "d.yaml"
     file.write_text(text.replace("aged", "prefix"))
@@ -578,6 +760,15 @@ def test_a_page_of_kv_events_has_no_time_to_the_first_token() -> None:
     assert "p99" in seen.text
     assert "99th percentile" not in seen.text
     assert plan_as_dict(made, "")["cells"][0]["ttft_seconds"] is None
+
+
+def test_a_page_without_host_memory_speaks_of_none() -> None:
+    made = make_plan(question(host_bytes=(0,), ssd_bytes=(64 * BLOCK_BYTES,)), processes=1)
+    seen = read_page(page(made, ""))
+    assert "were replayed on 1 MiB of SSD behind no host memory" in seen.text
+    assert "tokens whose KV is found on the SSD." in seen.text
+    assert "memory alone" not in seen.text
+    assert "none of host" not in seen.text
 
 
 def test_points_of_a_chart_lie_where_their_values_are() -> None:

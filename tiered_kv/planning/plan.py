@@ -44,6 +44,8 @@ class Question:
     """What the SSD goes by behind a host tier with a policy that is for host memory alone."""
     host_from: str = "given"
     """Where the host's capacity is from."""
+    ssd_budgeted: bool = True
+    """Whether the SSD's tier takes a write budget."""
 
     @property
     def trace_block_bytes(self) -> float:
@@ -128,7 +130,7 @@ def make_plan(
         )
         for outcome in outcomes
     )
-    advice = recommend(figures, question.drive, question.preferred)
+    advice = recommend(figures, question.drive, question.preferred, budgeted=question.ssd_budgeted)
     return Plan(
         question,
         figures,
@@ -167,7 +169,7 @@ def _notes(question: Question, measured: Measured, chosen: Figures) -> list[str]
     elif trace.whole_requests:
         notes.append(
             "The engine's own cache is not replayed (--engine-cache): what it would have found "
-            "itself counts as a hit of the host's."
+            "itself counts as a hit of a tier."
         )
     if chosen.late:
         notes.append(
@@ -191,8 +193,8 @@ def _notes(question: Question, measured: Measured, chosen: Figures) -> list[str]
         )
     )
     notes.append(
-        "Bytes written per day are those of the measured part, extended to a day; blocks are "
-        "written whole and in large pieces, so that no write amplification is added."
+        "Bytes written per day are those of the measured part, extended to a day; what a drive or "
+        "a file system writes beside them is not in it."
     )
     if trace.kind is TraceKind.RECORDED and trace.recorded_hits and trace.tokens:
         shares = ", ".join(
