@@ -578,6 +578,14 @@ REFUSED: dict[str, tuple[Any, str, int, str]] = {
     "nothing": ({}, "auto", 1, "has no num_hidden_layers"),
     "a text": ({**LLAMA, "num_hidden_layers": "many"}, "auto", 1, "num_hidden_layers is 'many'"),
     "uneven": (LLAMA, "auto", 3, "8 KV heads cannot be spread over 3 ranks"),
+    "layers without end": ({**LLAMA, "num_hidden_layers": 10**400}, "auto", 1, "is 100000"),
+    "shared text": ({**LLAMA, "num_kv_shared_layers": "some"}, "auto", 1, "layers is 'some'"),
+    "shared list": ({**LLAMA, "num_kv_shared_layers": [1]}, "auto", 1, "num_kv_shared_layers is"),
+    "all shared": ({**LLAMA, "num_kv_shared_layers": 80}, "auto", 1, "is 80, but there are 80"),
+    "tiny": ({**LLAMA, "hidden_size": 8}, "auto", 1, "64 heads cannot share a hidden size of 8"),
+    "negative": ({**LLAMA, "v_head_dim": -1}, "auto", 1, "v_head_dim is -1"),
+    "nested": ({**LLAMA, "head_dim": [[[[[[1]]]]]]}, "auto", 1, "head_dim is [[["),
+    "a dtype of lists": ({**LLAMA, "torch_dtype": ["f"] * 999}, "auto", 1, "is not known"),
     "dtype": (LLAMA, "int3", 1, "--kv-dtype int3 is not known"),
     "its dtype": ({**LLAMA, "torch_dtype": "int3"}, "auto", 1, "dtype 'int3' is not known"),
     "state": (
@@ -599,6 +607,13 @@ def test_models_that_cannot_be_counted(name: str, tmp_path: Path) -> None:
         kv_shape(file, dtype, ranks)
     print(raised.value)
     assert expected in str(raised.value)
+
+
+def test_a_model_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(TraceError, match=r"config\.json: is not JSON"):
+        kv_shape(file)
 
 
 def test_a_model_is_found_in_the_hubs_cache(
@@ -631,6 +646,9 @@ def test_load_rates_of_explain(tmp_path: Path, cli: Cli) -> None:
     print(speeds)
     assert (speeds.host.bytes_per_second, speeds.ssd.bytes_per_second) == (20e9, 5e9)
     assert speeds.ssd_from == f"assumed: tier disk, {file}"
+    assert speeds.assumed == Speeds().assumed
+    made = make_plan(question(speeds=speeds), processes=1)
+    assert "the load rate of host memory, the load rate of the SSD" in made.notes[0]
 
 
 def test_load_rates_of_bench(tmp_path: Path) -> None:
@@ -661,14 +679,19 @@ def test_load_rates_of_bench(tmp_path: Path) -> None:
     assert speeds.host.bytes_per_second == 5 * GIB
     assert speeds.ssd.bytes_per_second == 2 * GIB
     assert speeds.ssd_from == f"measured: tier ssd, {file}"
+    assert speeds.assumed == ("the prefill rate",)
 
 
 def test_a_file_that_tells_of_no_rate(tmp_path: Path) -> None:
     file = tmp_path / "f.json"
+    figure = {"kind": "chain", "direction": "load", "median_gib_per_second": 10**400}
+    tiers = [{"tier": "a", "sizes": [{"figures": [figure]}]}]
     for text, expected in (
+        (json.dumps({"tiers": tiers}), "tells of no load rate"),
         ("{}", "tells of no load rate"),
         ("[", ":1: is not JSON"),
         ("[]", "holds a list"),
+        ("[" * 100_000, ": is not JSON"),
     ):
         file.write_text(text)
         with pytest.raises(TraceError, match=expected):
@@ -902,7 +925,20 @@ def test_files_are_written_where_nothing_can_be_printed(trace_file: Path, tmp_pa
     assert all(file.read_text() for file in files)
 
 
+def test_requests_without_a_token(tmp_path: Path, cli: Cli) -> None:
+    file = tmp_path / "t.jsonl"
+    line = '{"timestamp": 0, "input_length": %d, "output_length": 1, "hash_ids": []}\n'
+    file.write_text(line % 16 + line % 0)
+    refused = cli("plan", file, *SHORT)
+    print(refused.err)
+    assert refused.code == 2
+    assert f"{file}: none of the 1 requests that count has a token" in refused.err
+    assert cli("plan", file, *SHORT, "--warm-up", "0").code == 0
+
+
 WRONG = (
+    (("--bytes-per-token", "1KiB", "--prefill-rate", "inf"), "is no number to count with"),
+    (("--bytes-per-token", "1KiB", "--dwpd", "inf"), "is no number to count with"),
     ((), "how much KV does a token take?"),
     (("--bytes-per-token", "1KiB", "--model", "x"), "give one of"),
     (("--bytes-per-token", "1KiB", "--policy", "mru"), "there is no eviction policy 'mru'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -242,6 +243,9 @@ def plan(
         read_trace,
     )
 
+    for option, number in (("--prefill-rate", prefill_rate), ("--dwpd", dwpd)):
+        if number is not None and not math.isfinite(number):
+            raise typer.BadParameter(f"{number} is no number to count with", param_hint=option)
     check_output(write_config, "--write-config", new=True)
     check_output(html, "--html")
     if html is not None and write_config is not None and html.resolve() == write_config.resolve():

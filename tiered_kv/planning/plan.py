@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiered_kv.config import readable_bytes
+from tiered_kv.errors import TraceError
 from tiered_kv.planning.cuts import LONGEST_LOAD, PlannedGate
 from tiered_kv.planning.figures import Drive, Figures, figures_of
 from tiered_kv.planning.grid import Cell, Measured, replay_grid
@@ -108,10 +109,16 @@ def make_plan(
         done: called when a cell was replayed.
 
     Raises:
+        TraceError: the requests that count have no tokens.
         TieredKVError: a process was killed.
     """
     trace = question.trace
     measured = Measured.of(trace, question.warm_up)
+    if not measured.tokens.any():
+        raise TraceError(
+            f"{trace.source}: none of the {len(measured.tokens)} requests that count has a token, "
+            f"the first {measured.first} only warm up (--warm-up): there is nothing to plan from"
+        )
     outcomes = replay_grid(
         trace,
         question.cells(),
