@@ -213,6 +213,24 @@ def test_the_grid_is_the_replay_of_each_cell() -> None:
     assert rates[-1] > 0.5 > rates[0]
 
 
+def test_a_tier_has_no_more_room_than_the_trace_has_blocks() -> None:
+    """Else its memory would follow what is asked for: here petabytes, in blocks of 16 KiB."""
+    blocks = chats().distinct_blocks
+    exact, large = BLOCK_BYTES * blocks, 2**60
+    replayed: list[Cell] = []
+    asked = question(ssd_bytes=(exact, large), host_bytes=(exact, large))
+    outcomes = replay_grid(
+        asked.trace, asked.cells(), gate=asked.gate, first=0, processes=1, done=replayed.append
+    )
+    assert [one.cell for one in outcomes] == asked.cells()
+    assert sorted(map(str, replayed)) == sorted(map(str, asked.cells()))
+    first, *others = outcomes[1:3] + outcomes[4:]
+    assert first.ssd_resident == blocks
+    for one in others:
+        assert (one.host == first.host).all()
+        assert one.ssd_resident == blocks
+
+
 def test_an_interrupted_replay_leaves_no_process() -> None:
     def stop(cell: Cell) -> None:
         raise KeyboardInterrupt

@@ -227,8 +227,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what an SSD behind host memory would buy: hit rates, time to the first token, GPU time
-    and wear for a grid of capacities and policies, replayed by the code that serves; and recommend
-    a configuration. Needs no engine, GPU or SSD."""
+    and wear for a grid of capacities and policies, replayed on the policies that serve; and
+    recommend a configuration. Needs no engine, GPU or SSD."""
     from tiered_kv.cli.plan_text import print_plan
     from tiered_kv.cli.progress import Progress
     from tiered_kv.placement import DEFAULT_POLICY

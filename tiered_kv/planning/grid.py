@@ -1,6 +1,6 @@
 """Replays a trace for every cell of a grid of capacities and policies, side by side in processes.
 
-The replay is `tiered_kv.placement.Replay`: the placement and eviction code that serves.
+The replay is `tiered_kv.placement.Replay`: the policies that serve, under the catalog's rules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -123,29 +123,46 @@ def replay_grid(
     Raises:
         TieredKVError: a process was killed.
     """
-    wanted = min(len(cells), processes or len(os.sched_getaffinity(0)))
-    jobs = [_Job(cell, gate, first) for cell in cells]
+    blocks = trace.distinct_blocks
+    jobs: dict[_Job, list[int]] = {}
+    """The cells by what is to be replayed: all that hold everything are one, for example."""
+    for number, cell in enumerate(cells):
+        jobs.setdefault(_Job(_tiers(cell, gate, blocks), gate, first), []).append(number)
+    outcomes: dict[int, Outcome] = {}
+
+    def take(job: _Job, found: _Found) -> None:
+        for number in jobs[job]:
+            outcomes[number] = Outcome(cells[number], *found)
+            done(cells[number])
+
+    wanted = min(len(jobs), processes or len(os.sched_getaffinity(0)))
     if wanted <= 1:
-        outcomes = []
+        requests = _numbered(trace.requests)
         for job in jobs:
-            outcomes.append(job.run(trace.requests))
-            done(job.cell)
-        return outcomes
+            take(job, job.run(requests))
+    else:
+        _replay_in_processes(trace.requests, list(jobs), wanted, take)
+    return [outcomes[number] for number in range(len(cells))]
+
+
+def _replay_in_processes(
+    requests: Sequence[TracedRequest],
+    jobs: Sequence[_Job],
+    processes: int,
+    take: Callable[[_Job, _Found], None],
+) -> None:
     before = set(multiprocessing.active_children())
     # Fresh processes: one that is forked would inherit the locks of other threads.
     pool = ProcessPoolExecutor(
-        wanted,
+        processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_take,
-        initargs=(trace.requests,),
+        initargs=(requests,),
     )
     try:
-        futures = {pool.submit(_run, job): number for number, job in enumerate(jobs)}
-        results: dict[int, Outcome] = {}
+        futures = {pool.submit(_run, job): job for job in jobs}
         for future in as_completed(futures):
-            number = futures[future]
-            results[number] = future.result()
-            done(jobs[number].cell)
+            take(futures[future], future.result())
     except BrokenProcessPool as error:
         raise TieredKVError(
             "a process that replayed the trace was killed (by the kernel, for want of memory?); "
@@ -157,50 +174,52 @@ def replay_grid(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-    return [results[number] for number in range(len(jobs))]
+
+
+def _tiers(cell: Cell, gate: PlannedGate, blocks: int) -> tuple[ReplayTier, ...]:
+    """The tiers of a cell; of a trace of so many blocks none needs to hold more."""
+    size = gate.block_bytes
+    return tuple(
+        ReplayTier(name, int(min(capacity // size, blocks)), policy, name == SSD)
+        for name, capacity, policy in (
+            (ENGINE, cell.engine_bytes, "lru"),
+            (HOST, cell.host_bytes, cell.policy),
+            (SSD, cell.ssd_bytes, cell.ssd_policy),
+        )
+        if capacity >= size
+    )
+
+
+_Found = tuple[Counts, Counts, Counts, Counts, Counts, Times, int, int, int, int]
+"""What an `Outcome` has beside its cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    cell: Cell
+    tiers: tuple[ReplayTier, ...]
     gate: PlannedGate
     first: int
 
-    def run(self, requests: Sequence[TracedRequest]) -> Outcome:
-        cell, gate = self.cell, self.gate
-        size = gate.block_bytes
-        tiers = [
-            ReplayTier(name, int(capacity // size), policy, name == SSD)
-            for name, capacity, policy in (
-                (ENGINE, cell.engine_bytes, "lru"),
-                (HOST, cell.host_bytes, cell.policy),
-                (SSD, cell.ssd_bytes, cell.ssd_policy),
-            )
-            if capacity >= size
-        ]
-        replay = Replay(tiers, block_tokens=gate.block_tokens, block_bytes=int(size))
+    def run(self, requests: Sequence[TracedRequest]) -> _Found:
+        gate = self.gate
+        size = gate.block_tokens
+        replay = Replay(self.tiers, block_tokens=size, block_bytes=int(gate.block_bytes))
         for request in requests[: self.first]:
             replay.play(request)
         before = replay.counts.get(SSD)
         measured = requests[self.first :]
-        found = [replay.play(request) for request in measured]
+        found = [(replay.play(request), request.tokens) for request in measured]
         after = replay.counts.get(SSD)
         stored = evicted = resident = 0
         if before is not None and after is not None:
             stored = after.stored - before.stored
             evicted = after.evicted - before.evicted
             resident = after.resident
-        cuts = [
-            gate.cut(sources, request.tokens)
-            for sources, request in zip(found, measured, strict=True)
-        ]
-        tokens = [
-            tokens_by_source(sources, request.tokens, gate.block_tokens, (ENGINE, HOST, SSD))
-            for sources, request in zip(found, measured, strict=True)
-        ]
+        names = (ENGINE, HOST, SSD)
+        tokens = [tokens_by_source(sources, count, size, names) for sources, count in found]
         engine, host, ssd = np.array(tokens, np.int64).T
-        return Outcome(
-            cell,
+        cuts = [gate.cut(sources, count) for sources, count in found]
+        return (
             engine,
             host,
             ssd,
@@ -214,15 +233,26 @@ class _Job:
         )
 
 
+def _numbered(requests: Sequence[TracedRequest]) -> tuple[TracedRequest, ...]:
+    """The same with the blocks numbered, one object each: less memory, and found sooner."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        replace(
+            request, keys=tuple([numbers.setdefault(key, len(numbers)) for key in request.keys])
+        )
+        for request in requests
+    )
+
+
 _requests: Sequence[TracedRequest] = ()
 """In a process of the pool, the trace."""
 
 
 def _take(requests: Sequence[TracedRequest]) -> None:
     global _requests  # noqa: PLW0603 - how a pool's process is given what all its calls need
-    _requests = requests
+    _requests = _numbered(requests)
     gc.disable()  # a replay makes no cycles, and much that the collector would look at: a fifth
 
 
-def _run(job: _Job) -> Outcome:
+def _run(job: _Job) -> _Found:
     return job.run(_requests)
