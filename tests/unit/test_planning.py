@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from math import cos, radians, sin
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -823,6 +824,45 @@ def test_points_of_a_chart_lie_where_their_values_are() -> None:
     decades = chart("t", ["a"], [Line("x", [5.0, None])], axis="c", shown=str, decades=True)
     labels = re.findall(r'text-anchor="end"[^>]*>([\d.]+)<', decades)
     assert labels == ["1.0", "10.0"]
+
+
+LABEL = re.compile(
+    r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="(middle|end)"'
+    r'(?: transform="rotate\(-(\d+) [\d.]+ [\d.]+\)")? fill="#[35]+"(?: [^>]*)?>([^<]*)<'
+)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 12, 30, 36, 37, 200])
+@pytest.mark.parametrize("most", [1.0, 1e4, 1e9])
+def test_labels_of_a_chart_neither_overlap_nor_are_cut_off(count: int, most: float) -> None:
+    columns = [f"{number + 100} GiB" for number in range(count)]
+    marked = min(count - 1, 37)
+    svg = chart(
+        *("t", columns, [Line("x", [most] * count)]),
+        axis="capacity",
+        shown=lambda value: f"{value:,.0f} s",
+        marked=marked,
+    )
+    sized = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg)
+    assert sized is not None
+    width, height = map(float, sized.groups())
+    shown: list[float] = []
+    axis = float(re.findall(r'<text x="[\d.]+" y="([\d.]+)"[^>]*>capacity<', svg)[0])
+    for x, y, anchor, turn, text in LABEL.findall(svg):
+        long = 6.9 * len(text)
+        begin = float(x) - (long / 2 if anchor == "middle" else long * cos(radians(int(turn or 0))))
+        assert begin >= 0, f"{text} is cut off"
+        assert begin + long <= width or anchor == "end"
+        assert float(y) + long * sin(radians(int(turn or 0))) <= (
+            height if text == "capacity" else axis
+        )
+        if text in columns:
+            apart = 18.6 if turn else long
+            assert not shown or float(x) - shown[-1] >= apart, f"{text} overlaps"
+            shown.append(float(x))
+    assert f'font-weight="bold">{columns[marked]}<' in svg
+    assert len(shown) == count or count > 36
+    assert svg.count("<circle") == count + 1
 
 
 # The command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,11 @@ def test_blank_lines_and_a_mark_may_come_first(name: str, before: str, tmp_path:
     expected = read_trace(file)
     file.write_text(before + file.read_text(), encoding="utf-8")
     assert read_trace(file) == expected
+
+
+def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
+    file = lines(tmp_path / os.fsdecode(b"t\xff.jsonl"), FIRST["mooncake"])
+    assert read_trace(file).source == f"{tmp_path}/t?.jsonl"
 
 
 def test_a_file_that_is_not_there_and_a_directory_without_traces(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def _events(file: Path, lines: Iterator[tuple[int, bytes]] | None) -> Trace:
     if not requests:
         raise TraceError(f"{file}: tells of no stored block, so that there is nothing to plan from")
     return Trace(
-        str(file),
+        _named(file),
         TraceKind.KV_EVENTS,
         reader.block_tokens,
         requests,
@@ -168,6 +168,11 @@ def _events(file: Path, lines: Iterator[tuple[int, bytes]] | None) -> Trace:
 def _ordered(requests: Sequence[TracedRequest]) -> tuple[TracedRequest, ...]:
     """By time; those of one time stay as they are."""
     return tuple(sorted(requests, key=lambda request: request.time))
+
+
+def _named(path: Path) -> str:
+    """Its name, as text that can be printed and written whatever bytes it has."""
+    return str(path).encode("utf-8", "replace").decode("utf-8")
 
 
 class _Fields:
@@ -248,7 +253,7 @@ def _mooncake(file: Path, block_tokens: int) -> Trace:
         )
         _check_length(place, request, block_tokens)
         requests.append(request)
-    return Trace(str(file), TraceKind.MOONCAKE, block_tokens, _ordered(requests))
+    return Trace(_named(file), TraceKind.MOONCAKE, block_tokens, _ordered(requests))
 
 
 def _check_length(place: str, request: TracedRequest, block_tokens: int) -> None:
@@ -303,7 +308,7 @@ def _recorded(path: Path, files: Sequence[Path]) -> Trace:
     ordered = _ordered(requests)
     began = ordered[0].time
     return Trace(
-        str(path),
+        _named(path),
         TraceKind.RECORDED,
         block_tokens,
         tuple(replace(request, time=request.time - began) for request in ordered),
