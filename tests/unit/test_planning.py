@@ -197,7 +197,7 @@ def test_the_grid_is_the_replay_of_each_cell() -> None:
     cell = asked.cells()[2]
     replay = Replay(
         [
-            ReplayTier("engine", 8, "lru"),
+            ReplayTier("engine", 8, "lru", takes_loaded=True),
             ReplayTier("host", 32, "lru"),
             ReplayTier("ssd", cell.ssd_bytes // BLOCK_BYTES, "lru", store=True),
         ],

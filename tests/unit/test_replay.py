@@ -72,6 +72,17 @@ def test_a_shelf_keeps_what_the_catalog_keeps(name: str, capacity: int, forced: 
     assert evicted > 500 or not 1 < capacity < 100
 
 
+def test_what_is_loaded_is_in_the_engines_own_cache() -> None:
+    tiers = [ReplayTier("engine", 3, "lru", takes_loaded=True), ReplayTier("host", 9, "lru")]
+    replay = Replay(tiers, block_tokens=10)
+    for keys in ((1, 2, 3), (7, 8, 9)):  # which takes the place of the first in the engine
+        assert replay.play(TracedRequest(0.0, keys, 30, 0)) == []
+    assert replay.play(TracedRequest(1.0, (1, 2, 3), 30, 0)) == ["host"] * 3
+    assert replay.play(TracedRequest(2.0, (1, 2, 3), 30, 0)) == ["engine"] * 3
+    assert replay.play(TracedRequest(3.0, (1, 2, 3, 4), 40, 0)) == ["engine"] * 3
+    assert replay.play(TracedRequest(4.0, (7, 8), 20, 0)) == ["host"] * 2
+
+
 def test_a_replay_tells_the_tier_of_each_block() -> None:
     tiers = [ReplayTier("host", 2, "lru"), ReplayTier("ssd", 10, "lru", store=True)]
     replay = Replay(tiers, block_tokens=10)

@@ -44,6 +44,8 @@ class ReplayTier:
     """Whether it is a store, whose index keeps one number per block, and not the host tier."""
     half_life: float | None = None
     """Seconds; see `PolicyContext.half_life`."""
+    takes_loaded: bool = False
+    """Whether what is found in tiers behind it goes into it, too, as into an engine's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class Replay:
 
     A request wants all its blocks of all tiers. It loads the longest prefix that they hold
     together, each block from the nearest tier that has it, and stores the rest in all of them: in
-    the last one as its policy admits it, in others on the way there.
+    the last one as its policy admits it, in others on the way there. A tier that takes what is
+    loaded is stored that, too.
     """
 
     def __init__(
@@ -115,7 +118,8 @@ class Replay:
         last = self._tiers[-1] if self._tiers else None
         for tier in self._tiers:
             tier.shelf.wanted(keys, now)
-            tier.shelf.store(keys, len(sources), forced=tier is not last)
+            first = 0 if tier.takes_loaded else len(sources)
+            tier.shelf.store(keys, first, forced=tier is not last)
         return sources
 
     @property
@@ -140,6 +144,7 @@ def tokens_by_source(
 class _Tier:
     def __init__(self, tier: ReplayTier, policies: Policies, block_bytes: int) -> None:
         self.name = tier.name
+        self.takes_loaded = tier.takes_loaded
         where = f"tier {tier.name!r}"
         policy = policies.get(tier.policy, where)
         if not tier.store:

@@ -180,7 +180,13 @@ def _tiers(cell: Cell, gate: PlannedGate, blocks: int) -> tuple[ReplayTier, ...]
     """The tiers of a cell; of a trace of so many blocks none needs to hold more."""
     size = gate.block_bytes
     return tuple(
-        ReplayTier(name, int(min(capacity // size, blocks)), policy, name == SSD)
+        ReplayTier(
+            name,
+            int(min(capacity // size, blocks)),
+            policy,
+            store=name == SSD,
+            takes_loaded=name == ENGINE,
+        )
         for name, capacity, policy in (
             (ENGINE, cell.engine_bytes, "lru"),
             (HOST, cell.host_bytes, cell.policy),
