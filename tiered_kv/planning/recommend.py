@@ -104,7 +104,7 @@ def recommend(
     headline = (
         f"Take {readable_bytes(cell.ssd_bytes)} of SSD with {_policies(chosen)}: "
         f"{chosen.loaded:.1%} of the prompts' tokens {'are' if borne else 'could be'} loaded in "
-        f"place of being computed, {alone}."
+        f"place of being computed{'' if borne else ' if its drive bore that'}, {alone}."
     )
     gain = _gain(chosen, bare)
     if not borne:
@@ -124,7 +124,7 @@ def recommend(
         else:
             budget = max(1, int(drive.rated_dwpd * cell.ssd_bytes)) if budgeted else 0
             budget -= budget % MIB if budget >= MIB else 0
-            reasons.append(f"{said}would last {lifetime(years)}. {_remedy(wear, budgeted)}")
+            reasons.append(f"{said}would last {lifetime(years)}. {_remedy(wear, drive, budgeted)}")
     if cell.ssd_bytes < LEAST_SSD:
         reasons.append(
             f"The configuration gives it {readable_bytes(LEAST_SSD)}: smaller tiers are for tests."
@@ -137,14 +137,16 @@ def _bears(one: Figures, drive: Drive) -> bool:
     return years is None or years >= RATED_YEARS
 
 
-def _remedy(wear: float, budgeted: bool) -> str:
+def _remedy(wear: float, drive: Drive, budgeted: bool) -> str:
     better = f"a drive rated for {_rated(wear)} DWPD"
     if not budgeted:
         return f"Tiers of its type take no write budget, so it needs {better}, or a larger one."
+    share = drive.rated_dwpd / wear
+    told = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
     return (
-        "So the configuration has a write budget that keeps to the rating, and stores only what "
-        "was wanted before once that runs short: hits will be fewer than shown, and all of them "
-        f"with {better} and no budget."
+        f"So the configuration has a write budget that keeps to the rating ({told} of what would "
+        "be written), and stores only what was wanted before once that runs short: hits will be "
+        f"fewer than shown, and all of them with {better} and no budget."
     )
 
 
@@ -175,7 +177,8 @@ def lifetime(years: float) -> str:
     for unit, parts in (("years", 1), ("months", 12)):
         if years * parts >= 1:
             return f"{math.floor(years * parts * 10 + 1e-6) / 10:.1f} {unit}"
-    return f"{math.floor(years * 3650 + 1e-6) / 10:.1f} days"
+    days = math.floor(years * 3650 + 1e-6) / 10
+    return f"{days:.1f} days" if days else "less than 0.1 days"
 
 
 def _gain(chosen: Figures, bare: Figures) -> str:
