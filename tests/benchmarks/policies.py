@@ -1,4 +1,4 @@
-"""Hit rates of eviction policies on a trace, by replaying it on the catalog that serves.
+"""Hit rates of eviction policies on a trace, by replaying it on the code that serves.
 
 The trace is one JSON object a line, as the Mooncake project publishes them: `timestamp` (ms),
 `input_length` and `output_length` (tokens), `hash_ids` (blocks of the prompt, in order). Counted is

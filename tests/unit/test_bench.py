@@ -202,7 +202,8 @@ def test_what_is_stored_is_not_touched(
         (("--size", "200MiB"), "measuring it takes up to"),
         (("--size", "1000GiB"), "of memory, but"),
         (("--plot", "x.pdf"), "neither .png nor .svg"),
-        (("--plot", "nowhere/x.png"), "nowhere is not a directory"),
+        (("--plot", "nowhere/x.png"), "nowhere/x.png: there is no directory"),
+        (("--json", "nowhere/x.json"), "nowhere/x.json: there is no directory"),
     ],
 )
 def test_refused(cli: Cli, disks: Path, tmp_path: Path, more: tuple[str, ...], said: str) -> None:
@@ -210,6 +211,38 @@ def test_refused(cli: Cli, disks: Path, tmp_path: Path, more: tuple[str, ...], s
     assert (ran.code, ran.out) == (2, "")
     assert said in " ".join(ran.err.replace("│", " ").split())
     assert list(tmp_path.iterdir()) == [disks]
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(cli: Cli) -> None:
+    ran = cli("bench", "no-such-deployment.yaml", "--json", "/proc/figures.json")
+    assert ran.code == 2
+    assert "cannot be written" in ran.err
+
+
+def test_figures_are_printed_where_their_file_cannot_be_written(cli: Cli, disks: Path) -> None:
+    ran = cli("bench", disks, *SMALL, "--tier", "host", "--json", "/dev/full")
+    print(ran.err)
+    assert ran.code == 1
+    assert "/dev/full could not be written: No space left" in ran.err
+    assert "Tier host" in ran.out
+
+
+def test_figures_are_written_where_they_cannot_be_printed(disks: Path, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = "from tiered_kv.cli import main; main()"
+    options = ("bench", disks, *SMALL, "--tier", "host", "--json", file)
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", command, *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    print(ran.stderr)
+    assert ran.returncode == 1
+    assert file.read_text().startswith("{")
 
 
 def test_a_plot_needs_matplotlib(cli: Cli, disks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,3 +186,13 @@ def test_standard_input(tmp_path: Path) -> None:
         read("-", "-")
     with pytest.raises(ConfigError, match=r"^-: holds no prompt"):
         read("-", stdin=b"\n")
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+def test_a_line_that_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
+    deep = "[" * 100_000
+    first = json.dumps({"prompt": "What is a block?"})
+    with pytest.raises(ConfigError, match=r":2: is not JSON \(maximum recursion depth"):
+        read(written(tmp_path, name, first, deep))
+    file = written(tmp_path, "text.txt", deep)
+    assert read(file) == [placed(file, 1, deep)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,25 @@ BAD: dict[str, tuple[list[Any], str]] = {
         ":2: a block of 32 tokens after blocks of 16",
     ),
     "no hashes": ([[1.0, [{"type": "BlockStored"}]]], ":1: BlockStored needs block_hashes"),
+    "nested deeply": ([mooncake(1, [1], 9), "[" * 100_000], ":2: is not JSON"),
+    "nested deeply at once": (['{"a":' * 100_000], ":1: is not JSON"),
+    "nested in a field": (
+        [{**mooncake(1, [1], 9), "hash_ids": json.loads("[" * 500 + "]" * 500)}],
+        ":1: hash_ids is [[[",
+    ),
+    "very many tokens": ([mooncake(1, [1], 10**17)], ":1: input_length is 1e+17, more than"),
+    "no end of tokens": ([{**mooncake(1, [1], 9), "input_length": float("inf")}], ":1: input_leng"),
+    "never": ([[float("inf"), [stored([1])]]], ":1: its time is inf, not a number of seconds"),
+    "no time at all": ([[1.0, []], [float("nan"), [stored([1])]]], ":2: its time is nan"),
+    "a time of many digits": ([[1.5, []], [10**400, [stored([1])]]], ":2: its time is 1000"),
+    "a huge block": (
+        [[1.0, [stored([1], block_size=10**30)]]],
+        ":1: block_size is 1000000000000000000000000000000, not 1 to 1048576 tokens",
+    ),
+    "an empty block": ([[1.0, [stored([1], block_size=0)]]], ":1: block_size is 0, not 1 to"),
+    "a part of a byte": ([{**HEADER, "bytes_per_token": 1e-300}], ":1: bytes_per_token is 1e-300"),
+    "blank lines": (["\n \n\n"], ":1: is empty; expected a trace"),
+    "prose behind blank lines": (["\n\nGET /index.html"], ":3: is neither JSON nor msgpack"),
     "removed alone": (
         [[1.0, [{"type": "BlockRemoved", "block_hashes": [1]}]]],
         "tells of no stored block",
@@ -223,6 +243,34 @@ def test_bad_traces(name: str, tmp_path: Path) -> None:
     assert text.startswith(str(file))
     assert expected in text
     assert file.exists()
+
+
+def test_msgpack_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    file = tmp_path / "t"
+    file.write_bytes(b"\x91" * 100_000 + b"\xc0")
+    with pytest.raises(TraceError, match="batch 1 at byte 0: is neither JSON nor msgpack"):
+        read_trace(file)
+
+
+FIRST: dict[str, list[Any]] = {
+    "mooncake": [mooncake(1, [1], 9), mooncake(2, [1], 9)],
+    "recorded": [HEADER, REQUEST],
+    "events": EVENTS,
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("before", ["\n", " \r\n\n", "\ufeff", "\ufeff\n"])
+def test_blank_lines_and_a_mark_may_come_first(name: str, before: str, tmp_path: Path) -> None:
+    file = lines(tmp_path / "t", FIRST[name])
+    expected = read_trace(file)
+    file.write_text(before + file.read_text(), encoding="utf-8")
+    assert read_trace(file) == expected
+
+
+def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
+    file = lines(tmp_path / os.fsdecode(b"t\xff.jsonl"), FIRST["mooncake"])
+    assert read_trace(file).source == f"{tmp_path}/t?.jsonl"
 
 
 def test_a_file_that_is_not_there_and_a_directory_without_traces(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The deployment that the engine of `warm` gets."""
+"""The deployment and the arguments that the engine of `warm` gets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import Cli
 from tiered_kv.cli.warm_deployment import engine_environment, tiers_to_warm, write_deployment
 from tiered_kv.config import MIB, Deployment, load, shipped, shipped_names
 from tiered_kv.errors import ConfigError
@@ -84,3 +85,29 @@ def test_which_tiers(tmp_path: Path) -> None:
     host_only = load(file, Plugins(), {})
     with pytest.raises(ConfigError, match="no tier that outlives its process may be written"):
         tiers_to_warm(host_only, (), file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"tensor_parallel_size": "two"}', "tensor_parallel_size is 'two', not a whole number"),
+        ('{"tensor_parallel_size": [1]}', "tensor_parallel_size is [1], not a whole number"),
+        ('{"block_size": 1e400}', "block_size is inf, not a whole number from 1 to 1048576"),
+        ('{"block_size": 0}', "block_size is 0, not a whole number"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_arguments_that_nothing_can_be_estimated_from(
+    arguments: str, said: str, tmp_path: Path, cli: Cli
+) -> None:
+    config = tmp_path / "d.yaml"
+    config.write_text(
+        f"tiers:\n  - {{name: ssd, type: nvme, path: {tmp_path}/ssd, capacity: 64MiB}}\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"token_ids": [1, 2]}\n')
+    options = ("--model", "nobody/nothing", "--engine-args", arguments, "--dry-run")
+    refused = cli("warm", "--config", config, tmp_path / "prompts.jsonl", *options)
+    print(refused.err[:1000])
+    assert refused.code == 2
+    assert "--engine-args" in refused.err
+    assert said in " ".join(refused.err.replace("│", " ").split())

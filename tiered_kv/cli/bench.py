@@ -20,6 +20,7 @@ from tiered_kv.cli.output import (
     read_seconds,
     read_size,
 )
+from tiered_kv.cli.output_files import OutputFiles, check_output
 
 if TYPE_CHECKING:
     from tiered_kv.cli.benching.figures import Figure, TierResult
@@ -113,6 +114,8 @@ def bench(
     from tiered_kv.config import load
     from tiered_kv.plugins import Plugins
 
+    file = None if json_file in (None, "-") else Path(json_file)
+    check_output(file, "--json")
     _check_plot(plot)
     effort = _effort(block_size or DEFAULT_SIZES, size, rounds, layers, read_seconds(timeout))
     plugins = Plugins()
@@ -124,21 +127,19 @@ def bench(
         _check_room(plan, plugins, [one for one in wanted if one is not None])
         results = [plan.host() if one is None else _store(plan, one) for one in wanted]
     document = _document(config, effort, results)
+    files = OutputFiles()
+    files.write(file, lambda file: _write_json(file, document))
+    files.write(plot, lambda plot: _draw(plot, results))
     if json_file == "-":
         print_json(document)
     else:
         for result in results:
             _print(result)
-        if json_file is not None:
-            _write_json(Path(json_file), document)
-    if plot is not None:
-        from tiered_kv.cli.benching.plot import draw
-
-        draw(plot, results)
     for result in results:
         if result.problem:
             word = "error" if result.failed else "warning"
             typer.echo(f"{word}: tier {result.tier!r}: {result.problem}", err=True)
+    files.finish()
     if any(result.failed for result in results):
         raise typer.Exit(FAILED)
 
@@ -180,7 +181,7 @@ def _check_plot(plot: Path | None) -> None:
 
     Raises:
         ConfigError: matplotlib is not installed.
-        typer.BadParameter: it is neither .png nor .svg, or its directory is not there.
+        typer.BadParameter: it is neither .png nor .svg, or cannot be written.
     """
     if plot is None:
         return
@@ -190,8 +191,7 @@ def _check_plot(plot: Path | None) -> None:
 
     if plot.suffix not in (".png", ".svg"):
         raise typer.BadParameter(f"{plot} is neither .png nor .svg", param_hint="--plot")
-    if not plot.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{plot.parent} is not a directory", param_hint="--plot")
+    check_output(plot, "--plot")
     if find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot draws with matplotlib, which is not installed: pip install 'tiered-kv[plot]'"
@@ -320,6 +320,12 @@ def _write_json(file: Path, document: dict[str, Any]) -> None:
     import json
 
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _draw(file: Path, results: Sequence[TierResult]) -> None:
+    from tiered_kv.cli.benching.plot import draw
+
+    draw(file, results)
 
 
 def _print(result: TierResult) -> None:

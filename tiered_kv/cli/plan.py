@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,14 +12,14 @@ from tiered_kv.cli.output import (
     Json,
     bytes_text,
     print_json,
-    print_table,
     read_seconds,
     read_size,
 )
+from tiered_kv.cli.output_files import OutputFiles, check_output
 
 if TYPE_CHECKING:
     from tiered_kv.connector import LiveView
-    from tiered_kv.planning import Figures, KVShape, Plan, Question, Speeds, Trace
+    from tiered_kv.planning import KVShape, Speeds, Trace
 
 __all__ = ["plan"]
 
@@ -226,8 +227,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what an SSD behind host memory would buy: hit rates, time to the first token, GPU time
-    and wear for a grid of capacities and policies, replayed by the code that serves; and recommend
-    a configuration. Needs no engine, GPU or SSD."""
+    and wear for a grid of capacities and policies, replayed on the policies that serve; and
+    recommend a configuration. Needs no engine, GPU or SSD."""
+    from tiered_kv.cli.plan_text import print_plan
     from tiered_kv.cli.progress import Progress
     from tiered_kv.placement import DEFAULT_POLICY
     from tiered_kv.planning import (
@@ -241,9 +243,15 @@ def plan(
         read_trace,
     )
 
-    if write_config is not None and write_config.exists():
-        raise typer.BadParameter(f"{write_config} is there already", param_hint="--write-config")
-    takes_policy = _tier_type_takes_policy(type_)
+    for option, number in (("--prefill-rate", prefill_rate), ("--dwpd", dwpd)):
+        if number is not None and not math.isfinite(number):
+            raise typer.BadParameter(f"{number} is no number to count with", param_hint=option)
+    check_output(write_config, "--write-config", new=True)
+    check_output(html, "--html")
+    if html is not None and write_config is not None and html.resolve() == write_config.resolve():
+        raise typer.BadParameter("is the file of --html, too", param_hint="--write-config")
+    path = _directory(path)
+    settings = _settings_of(type_)
     policies = _policies(policy or [])
     view = None if engine is None else _view(engine)
     with Progress() as progress:
@@ -265,6 +273,7 @@ def plan(
             warm_up=warm_up / 100,
             ssd_policies={name: ssd for name, ssd in policies.items() if name != ssd},
             host_from="given" if host else "assumed",
+            ssd_budgeted="write_budget" in settings,
         )
         cells = question.cells()
         progress.stage(f"replaying {len(requests.requests)} requests {len(cells)} times")
@@ -280,26 +289,43 @@ def plan(
         ranks=shape.ranks,
         ssd_type=type_,
         ssd_path=path,
-        ssd_has_policy=takes_policy,
+        ssd_settings=settings,
     )
-    if html is not None:
-        html.write_text(page(made, deployment), encoding="utf-8")
-    if write_config is not None:
-        with write_config.open("x", encoding="utf-8") as stream:
-            stream.write(deployment)
+    files = OutputFiles()
+    files.write(write_config, lambda file: _write_new(file, deployment))
+    files.write(html, lambda file: file.write_text(page(made, deployment), encoding="utf-8"))
     if as_json:
         print_json(plan_as_dict(made, deployment))
     else:
-        _print(made, deployment)
+        print_plan(made, deployment)
+    files.finish()
 
 
-def _tier_type_takes_policy(name: str) -> bool:
+def _write_new(file: Path, text: str) -> None:
+    with file.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def _directory(path: Path) -> Path:
+    """What was meant, as a configuration can name it."""
+    try:
+        path = path.expanduser().absolute()
+        str(path).encode()
+    except RuntimeError as error:
+        raise typer.BadParameter(str(error), param_hint="--path") from error
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter(f"{path!r} is no UTF-8 text", param_hint="--path") from error
+    return path
+
+
+def _settings_of(name: str) -> frozenset[str]:
+    """The settings that tiers of a type have."""
     from tiered_kv.errors import PluginError
     from tiered_kv.plugins import Plugins
 
     plugins = Plugins()
     try:
-        return "eviction" in plugins.settings(name).model_fields
+        return frozenset(plugins.settings(name).model_fields)
     except (KeyError, PluginError) as error:
         reason = f"there is none of this name; known are {', '.join(plugins.names())}"
         text = reason if isinstance(error, KeyError) else str(error)
@@ -417,80 +443,3 @@ def _speeds(
         rate = replace(speeds.ssd, latency_seconds=read_seconds(latency))
         speeds = replace(speeds, ssd=rate)
     return speeds
-
-
-def _print(made: Plan, deployment: str) -> None:
-    question = made.question
-    print_table("From", ("", ""), _facts(question))
-    print_table(
-        "What it would buy",
-        (
-            *("policy", "host", "SSD", "hits: host", "SSD", "first token: mean", "p50", "p99"),
-            *("engines saved", "written a day", "drive writes a day", "lasts"),
-        ),
-        (_row(one, made) for one in made.figures),
-    )
-    for note in made.notes:
-        typer.echo(f"- {note}")
-    typer.echo("")
-    typer.echo(made.recommendation.headline)
-    for reason in made.recommendation.reasons:
-        typer.echo(f"- {reason}")
-    typer.echo("")
-    typer.echo(deployment, nl=False)
-
-
-def _facts(question: Question) -> list[tuple[str, str]]:
-    trace, shape, speeds = question.trace, question.shape, question.speeds
-    token = bytes_text(round(shape.bytes_per_token))
-    block = ""
-    if question.block_tokens is not None:
-        size = bytes_text(round(shape.bytes_per_token * question.block_tokens))
-        block = f", {size} per block of {question.block_tokens} tokens"
-
-    def rate(bytes_per_second: float, source: str) -> str:
-        tokens = bytes_per_second / shape.bytes_per_token
-        return f"{bytes_per_second / 1e9:.2f} GB/s, {tokens:.0f} tokens/s ({source})"
-
-    return [
-        (
-            "trace",
-            (
-                f"{trace.kind.value}: {len(trace.requests)} requests, {trace.tokens} tokens in "
-                f"{trace.seconds:.0f} s; all of it is {bytes_text(round(question.footprint_bytes))}"
-            ),
-        ),
-        ("KV", f"{token} per token over {shape.ranks} rank(s){block}"),
-        ("known from", shape.source),
-        ("prefill", f"{speeds.prefill:.0f} tokens/s ({speeds.prefill_from})"),
-        ("host loads", rate(speeds.host.bytes_per_second, speeds.host_from)),
-        ("SSD loads", rate(speeds.ssd.bytes_per_second, speeds.ssd_from)),
-        (
-            "SSD rating",
-            (
-                f"{question.drive.rated_dwpd:g} drive writes per day for five years "
-                f"({question.drive.rated_from})"
-            ),
-        ),
-    ]
-
-
-def _row(one: Figures, made: Plan) -> tuple[str, ...]:
-    from tiered_kv.planning import lifetime
-
-    token, years = one.first_token, one.years(made.question.drive)
-    times = (None, None, None) if token is None else (token.mean, token.p50, token.p99)
-    mark = " *" if one is made.recommendation.figures else ""
-    per_day, writes = one.ssd_bytes_per_day, one.ssd_drive_writes
-    return (
-        one.cell.policy + mark,
-        bytes_text(one.cell.host_bytes),
-        bytes_text(one.cell.ssd_bytes) if one.cell.ssd_bytes else "none",
-        f"{one.host_hits:.1%}",
-        f"{one.ssd_hits:.1%}",
-        *("-" if seconds is None else f"{seconds:.2f}s" for seconds in times),
-        "-" if one.saved_gpu_seconds is None else f"{one.saved_gpu_seconds:.2f}",
-        "-" if per_day is None else bytes_text(round(per_day)),
-        "-" if writes is None else f"{writes:.0f}" if writes >= 10 else f"{writes:.2g}",
-        "-" if years is None else lifetime(years),
-    )

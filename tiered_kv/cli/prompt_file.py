@@ -132,7 +132,7 @@ def _text(data: bytes) -> str:
 def _is_object(line: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -140,7 +140,7 @@ def _from_json(line: str) -> AnyPrompt:
     """The prompt of one line of JSONL. Raises ValueError with what is wrong."""
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error}); expected {FORMS}") from error
     if not isinstance(value, dict) or not value:
         raise ValueError(f"expected {FORMS}")

@@ -371,7 +371,7 @@ def _warm(job: _Job, files: list[str], prompts: list[PlacedPrompt]) -> None:
 def _engine_arguments(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"is not JSON: {error}", param_hint="--engine-args") from error
     if not isinstance(value, dict):
         raise typer.BadParameter("is not a JSON object", param_hint="--engine-args")

@@ -33,6 +33,9 @@ __all__ = ["Estimate", "TierEstimate", "estimate", "print_estimate", "write_spee
 ENGINE_BLOCK = 16
 """Tokens of an engine block where nothing else is said, as vLLM has it on GPUs."""
 
+MOST_COUNT = 2**20
+"""More are neither ranks nor tokens of a block."""
+
 PROBE_BYTES = 32 * 2**20
 PROBE_BLOCK_BYTES = 2**20
 
@@ -97,16 +100,17 @@ def estimate(
         tokens_per_second: what the engine computes; None: as the deployment says, if it does.
 
     Raises:
+        typer.BadParameter: a size among the arguments is none.
         TieredKVError: the model's tokenizer or `config.json` is not here or not understood.
     """
     model = str(arguments["model"])
-    lengths = _lengths(str(arguments.get("tokenizer") or model), prompts)
-    ranks = int(arguments.get("tensor_parallel_size") or 1)
+    ranks = _count(arguments, "tensor_parallel_size", 1)
+    engine_block = _count(arguments, "block_size", ENGINE_BLOCK)
     dtype = str(arguments.get("kv_cache_dtype") or "auto")
     if dtype == "auto":
         dtype = str(arguments.get("dtype") or "auto")
     shape = kv_shape(find_config(model), dtype, ranks)
-    engine_block = int(arguments.get("block_size") or ENGINE_BLOCK)
+    lengths = _lengths(str(arguments.get("tokenizer") or model), prompts)
     chunk = deployment.chunk or auto_chunk(
         int(shape.rank_bytes_per_token * engine_block), engine_block
     )
@@ -131,6 +135,18 @@ def estimate(
         tokens_per_second=computed,
         compute_seconds=None if computed is None else sum(lengths) / computed,
     )
+
+
+def _count(arguments: Mapping[str, Any], name: str, otherwise: int) -> int:
+    value = arguments.get(name)
+    if value is None:
+        return otherwise
+    if type(value) is not int or not 0 < value <= MOST_COUNT:
+        raise typer.BadParameter(
+            f"{name} is {value!r:.60}, not a whole number from 1 to {MOST_COUNT}",
+            param_hint="--engine-args",
+        )
+    return value
 
 
 def print_estimate(found: Estimate, *, as_json: bool) -> None:

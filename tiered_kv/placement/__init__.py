@@ -6,7 +6,13 @@ from tiered_kv.placement.catalog import HostCatalog
 from tiered_kv.placement.gate import Cut, CutReason, GroupPrefix, TierLoad, choose_cut
 from tiered_kv.placement.lru import LruPolicy
 from tiered_kv.placement.policies import BUILT_IN, DEFAULT_POLICY, Policies
-from tiered_kv.placement.replay import Replay, ReplayTier, TierCounts, TracedRequest
+from tiered_kv.placement.replay import (
+    Replay,
+    ReplayTier,
+    TierCounts,
+    TracedRequest,
+    tokens_by_source,
+)
 from tiered_kv.placement.scoring import AgedFrequency
 from tiered_kv.placement.slots import Allocation, CatalogCounts, SlotState
 
@@ -31,4 +37,5 @@ __all__ = [
     "TracedRequest",
     "choose_cut",
     "required_uses",
+    "tokens_by_source",
 ]

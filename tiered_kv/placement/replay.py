@@ -1,20 +1,19 @@
-"""Replays a trace of requests on the code that serves: the same catalog, admission and policies,
-without payload, in the time of the trace."""
+"""Replays a trace of requests on the policies that serve, under the catalog's rules, without
+payload, in the time of the trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import cast
 
 from tiered_kv.contracts import PolicyContext
-from tiered_kv.placement.catalog import HostCatalog
 from tiered_kv.placement.policies import Policies
 from tiered_kv.placement.scored import ScoredPolicy
+from tiered_kv.placement.shelf import Shelf
 from tiered_kv.values import BlockKey
 
-__all__ = ["Replay", "ReplayTier", "TierCounts", "TracedRequest"]
+__all__ = ["Replay", "ReplayTier", "TierCounts", "TracedRequest", "tokens_by_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,8 @@ class ReplayTier:
     """Whether it is a store, whose index keeps one number per block, and not the host tier."""
     half_life: float | None = None
     """Seconds; see `PolicyContext.half_life`."""
+    takes_loaded: bool = False
+    """Whether what is found in tiers behind it goes into it, too, as into an engine's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,12 @@ class TierCounts:
 
 
 class Replay:
-    """Tiers that a trace is played on: catalogs as of the host tier, whose slots nothing fills. Not
-    thread-safe.
+    """Tiers that a trace is played on, which hold no bytes. Not thread-safe.
 
     A request wants all its blocks of all tiers. It loads the longest prefix that they hold
     together, each block from the nearest tier that has it, and stores the rest in all of them: in
-    the last one as its policy admits it, in others on the way there.
+    the last one as its policy admits it, in others on the way there. A tier that takes what is
+    loaded is stored that, too.
     """
 
     def __init__(
@@ -91,36 +92,35 @@ class Replay:
         if len({tier.name for tier in tiers}) < len(tiers):
             raise ValueError("two tiers have one name")
         self._block_tokens = block_tokens
-        self._now = 0.0
         known = Policies() if policies is None else policies
-        self._tiers = [_Tier(tier, known, self._clock, block_bytes) for tier in tiers]
-
-    def _clock(self) -> float:
-        return self._now
+        self._tiers = [_Tier(tier, known, block_bytes) for tier in tiers]
+        self._resident = [(tier.name, tier.shelf.resident) for tier in self._tiers]
 
     def request(self, request: TracedRequest) -> Mapping[str, int]:
-        """Play one request; the tokens that it loads, by tier, those of a last block that is
+        """Play one request; the tokens that it finds, by tier, those of a last block that is
         partly filled counted as they are."""
-        self._now = request.time
-        keys = cast("tuple[BlockKey, ...]", request.keys)  # what they are is nothing to a catalog
-        size = self._block_tokens
-        found = {tier.name: 0 for tier in self._tiers}
-        hit = 0
-        lookups = [(tier.name, tier.catalog.lookup) for tier in self._tiers]
+        sources, names = self.play(request), [tier.name for tier in self._tiers]
+        counts = tokens_by_source(sources, request.tokens, self._block_tokens, names)
+        return dict(zip(names, counts, strict=True))
+
+    def play(self, request: TracedRequest) -> list[str]:
+        """Play one request; the tier of each block of the prefix that it finds, in order."""
+        now = request.time
+        keys = cast("tuple[BlockKey, ...]", request.keys)  # what they are is nothing to a tier
+        sources: list[str] = []
         for key in keys:
-            for name, lookup in lookups:
-                if lookup(key):
-                    found[name] += min(size, request.tokens - hit * size)
+            for name, resident in self._resident:
+                if key in resident:
+                    sources.append(name)
                     break
             else:
                 break
-            hit += 1
-        rest = keys[hit:]
-        parents = {key: parent for parent, key in pairwise(keys[max(0, hit - 1) :])}
+        last = self._tiers[-1] if self._tiers else None
         for tier in self._tiers:
-            tier.catalog.wanted(keys)
-            tier.store(rest, parents, forced=None if tier is not self._tiers[-1] else ())
-        return found
+            tier.shelf.wanted(keys, now)
+            first = 0 if tier.takes_loaded else len(sources)
+            tier.shelf.store(keys, first, forced=tier is not last)
+        return sources
 
     @property
     def counts(self) -> Mapping[str, TierCounts]:
@@ -128,36 +128,34 @@ class Replay:
         return {tier.name: tier.counts for tier in self._tiers}
 
 
+def tokens_by_source(
+    sources: Sequence[str], tokens: int, block_tokens: int, names: Sequence[str]
+) -> list[int]:
+    """How many tokens were found in each tier of these names, where a prompt of `tokens` tokens
+    found blocks in `sources`; of a last block that is partly filled so many as it has."""
+    found = [sources.count(name) * block_tokens for name in names]
+    left_out = len(sources) * block_tokens - tokens
+    if left_out > 0:
+        last = names.index(sources[-1])
+        found[last] -= left_out
+    return found
+
+
 class _Tier:
-    def __init__(
-        self, tier: ReplayTier, policies: Policies, clock: Callable[[], float], block_bytes: int
-    ) -> None:
+    def __init__(self, tier: ReplayTier, policies: Policies, block_bytes: int) -> None:
         self.name = tier.name
+        self.takes_loaded = tier.takes_loaded
         where = f"tier {tier.name!r}"
         policy = policies.get(tier.policy, where)
         if not tier.store:
             made = policy.make(PolicyContext(tier.capacity, tier.half_life))
         else:
             made = ScoredPolicy(policies.scoring(tier.policy, tier.half_life, where))
-        self.catalog = HostCatalog(tier.capacity, made, clock=clock)
+        self.shelf = Shelf(tier.capacity, made)
         self._block_bytes = block_bytes
-        self._stored = self._evicted = 0
-
-    def store(
-        self,
-        keys: Sequence[BlockKey],
-        parents: Mapping[BlockKey, BlockKey | None],
-        forced: Collection[BlockKey] | None,
-    ) -> None:
-        given = self.catalog.allocate(keys, 1, parents=parents, forced=forced)
-        self._stored += len(given.slots)
-        self._evicted += len(given.evicted)
-        slots = list(given.slots.values())
-        self.catalog.stored(slots)
-        for slot in slots:
-            self.catalog.release(slot, 0)
 
     @property
     def counts(self) -> TierCounts:
-        written = self._stored * self._block_bytes
-        return TierCounts(self._stored, self._evicted, written, self.catalog.resident)
+        shelf = self.shelf
+        written = shelf.stored * self._block_bytes
+        return TierCounts(shelf.stored, shelf.evicted, written, len(shelf.resident))

@@ -1,13 +1,13 @@
 """From what a replay found to what an operator asks for: time to the first token, GPU time, wear.
 
-A request whose prompt has `t` tokens, of which the engine's own cache holds `e`, the host `h` and
-the SSD `s`, has its first token after
+A request whose prompt has `t` tokens, of which the engine's own cache holds `e`, and which loads
+`h` of the host's and `s` of the SSD's, has its first token after
 
     max(load time of h, load time of s) + (t - e - h - s) / prefill rate
 
-seconds, or after (t - e) / prefill rate where that is less (the gate of `recompute`): parts in
-different tiers are loaded side by side, and the rest is computed behind them. That is of a request
-that the engine serves at once; time in its queue is not in it.
+seconds: parts in different tiers are loaded side by side, and the rest is computed behind them.
+How much of what it finds is loaded is up to the gate of `recompute` (`tiered_kv.planning.cuts`).
+That is of a request that the engine serves at once; time in its queue is not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from tiered_kv.planning.grid import Cell, Measured, Outcome
 from tiered_kv.planning.speeds import Speeds
-from tiered_kv.stats import LoadRate
 
 __all__ = ["RATED_YEARS", "SECONDS_PER_DAY", "Drive", "Figures", "FirstToken", "figures_of"]
 
@@ -63,7 +62,7 @@ class Figures:
     ssd_hits: float
     loaded: float
     """Share that is loaded from the tiers: what was found in them, but for what computing brings
-    sooner."""
+    sooner, and for loads that would take too long."""
     first_token: FirstToken | None
     """None where the trace does not tell requests apart."""
     gpu_seconds: float | None
@@ -77,6 +76,8 @@ class Figures:
     """The same, as times of its capacity."""
     ssd_full: bool
     """Whether blocks had to go from it."""
+    late: int = 0
+    """Requests that would load more if loads could take longer."""
 
     @property
     def hits(self) -> float:
@@ -94,7 +95,6 @@ def figures_of(
     measured: Measured,
     speeds: Speeds,
     *,
-    bytes_per_token: float,
     block_bytes: float,
     whole_requests: bool,
 ) -> Figures:
@@ -104,22 +104,12 @@ def figures_of(
         outcome: of its replay.
         measured: the part of the trace that it is of.
         speeds: of the engine and the tiers.
-        bytes_per_token: over all ranks.
         block_bytes: of a block of the trace, over all ranks.
         whole_requests: see `Trace.whole_requests`.
     """
     tokens = measured.tokens
     total = float(tokens.sum())
-    missing = tokens - outcome.engine - outcome.host - outcome.ssd
-    loading = np.maximum(
-        _load_seconds(outcome.host, speeds.host, bytes_per_token),
-        _load_seconds(outcome.ssd, speeds.ssd, bytes_per_token),
-    )
-    computing = (tokens - outcome.engine) / speeds.prefill
-    with_tiers = loading + missing / speeds.prefill
-    worth = with_tiers <= computing
-    loaded = float(np.where(worth, outcome.host + outcome.ssd, 0).sum())
-    computed = float(tokens.sum() - outcome.engine.sum()) - loaded
+    loaded, computed = float(outcome.loaded.sum()), float(outcome.computed.sum())
     seconds = measured.seconds
     written = outcome.ssd_stored * block_bytes
     per_day = written / seconds * SECONDS_PER_DAY if seconds else None
@@ -130,17 +120,11 @@ def figures_of(
         float(outcome.host.sum()) / total,
         float(outcome.ssd.sum()) / total,
         loaded / total,
-        FirstToken.of(np.minimum(with_tiers, computing)) if whole_requests else None,
+        FirstToken.of(outcome.first_token) if whole_requests else None,
         computed / speeds.prefill / seconds if seconds else None,
         loaded / speeds.prefill / seconds if seconds else None,
         per_day if size else None,
         per_day / size if size and per_day is not None else None,
         bool(outcome.ssd_evicted),
+        outcome.late,
     )
-
-
-def _load_seconds(
-    tokens: npt.NDArray[np.int64], rate: LoadRate, bytes_per_token: float
-) -> npt.NDArray[np.float64]:
-    seconds = rate.latency_seconds + tokens * (bytes_per_token / rate.bytes_per_second)
-    return np.where(tokens > 0, seconds, 0.0)

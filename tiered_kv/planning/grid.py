@@ -1,6 +1,6 @@
 """Replays a trace for every cell of a grid of capacities and policies, side by side in processes.
 
-The replay is `tiered_kv.placement.Replay`: the placement and eviction code that serves.
+The replay is `tiered_kv.placement.Replay`: the policies that serve, under the catalog's rules.
 """
 
 from __future__ import annotations
@@ -8,28 +8,27 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.placement import Replay, ReplayTier, TracedRequest
-from tiered_kv.planning.speeds import HOST, SSD
+from tiered_kv.placement import Replay, ReplayTier, TracedRequest, tokens_by_source
+from tiered_kv.planning.cuts import PlannedGate
+from tiered_kv.planning.speeds import ENGINE, HOST, SSD
 from tiered_kv.planning.traces import Trace
 
-__all__ = ["ENGINE", "Cell", "Measured", "Outcome", "automatic_capacities", "replay_grid"]
-
-ENGINE = "engine"
-"""The engine's own cache, where it is replayed, too: least recently used goes first, as in vLLM."""
+__all__ = ["Cell", "Measured", "Outcome", "automatic_capacities", "replay_grid"]
 
 AUTOMATIC = 8
 """Capacities that are tried where none are given, each twice the one before."""
 
 Counts = npt.NDArray[np.int64]
+Times = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,14 @@ class Outcome:
     """... in host memory ..."""
     ssd: Counts
     """... and on the SSD."""
+    loaded: Counts
+    """Those of them that it loads from both ..."""
+    computed: Counts
+    """... and those of its prompt that are computed."""
+    first_token: Times
+    """Seconds until its first token."""
+    late: int
+    """Requests that would load more if loads could take longer."""
     ssd_stored: int
     """Blocks written to the SSD."""
     ssd_evicted: int
@@ -98,7 +105,7 @@ def replay_grid(
     trace: Trace,
     cells: Sequence[Cell],
     *,
-    block_bytes: float,
+    gate: PlannedGate,
     first: int,
     processes: int | None = None,
     done: Callable[[Cell], None] = lambda cell: None,
@@ -108,7 +115,7 @@ def replay_grid(
     Args:
         trace: requests.
         cells: combinations; the outcomes come in the same order.
-        block_bytes: of a block of the trace, over all ranks.
+        gate: cuts what requests find; it knows the size of the trace's blocks.
         first: number of the first request that counts.
         processes: that run at once; as many as there are processors if not given.
         done: called when a cell is done.
@@ -116,29 +123,46 @@ def replay_grid(
     Raises:
         TieredKVError: a process was killed.
     """
-    wanted = min(len(cells), processes or len(os.sched_getaffinity(0)))
-    jobs = [_Job(cell, trace.block_tokens, block_bytes, first) for cell in cells]
+    blocks = trace.distinct_blocks
+    jobs: dict[_Job, list[int]] = {}
+    """The cells by what is to be replayed: all that hold everything are one, for example."""
+    for number, cell in enumerate(cells):
+        jobs.setdefault(_Job(_tiers(cell, gate, blocks), gate, first), []).append(number)
+    outcomes: dict[int, Outcome] = {}
+
+    def take(job: _Job, found: _Found) -> None:
+        for number in jobs[job]:
+            outcomes[number] = Outcome(cells[number], *found)
+            done(cells[number])
+
+    wanted = min(len(jobs), processes or len(os.sched_getaffinity(0)))
     if wanted <= 1:
-        outcomes = []
+        requests = _numbered(trace.requests)
         for job in jobs:
-            outcomes.append(job.run(trace.requests))
-            done(job.cell)
-        return outcomes
+            take(job, job.run(requests))
+    else:
+        _replay_in_processes(trace.requests, list(jobs), wanted, take)
+    return [outcomes[number] for number in range(len(cells))]
+
+
+def _replay_in_processes(
+    requests: Sequence[TracedRequest],
+    jobs: Sequence[_Job],
+    processes: int,
+    take: Callable[[_Job, _Found], None],
+) -> None:
     before = set(multiprocessing.active_children())
     # Fresh processes: one that is forked would inherit the locks of other threads.
     pool = ProcessPoolExecutor(
-        wanted,
+        processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_take,
-        initargs=(trace.requests,),
+        initargs=(requests,),
     )
     try:
-        futures = {pool.submit(_run, job): number for number, job in enumerate(jobs)}
-        results: dict[int, Outcome] = {}
+        futures = {pool.submit(_run, job): job for job in jobs}
         for future in as_completed(futures):
-            number = futures[future]
-            results[number] = future.result()
-            done(jobs[number].cell)
+            take(futures[future], future.result())
     except BrokenProcessPool as error:
         raise TieredKVError(
             "a process that replayed the trace was killed (by the kernel, for want of memory?); "
@@ -150,51 +174,80 @@ def replay_grid(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-    return [results[number] for number in range(len(jobs))]
+
+
+def _tiers(cell: Cell, gate: PlannedGate, blocks: int) -> tuple[ReplayTier, ...]:
+    """The tiers of a cell; of a trace of so many blocks none needs to hold more."""
+    size = gate.block_bytes
+    return tuple(
+        ReplayTier(
+            name,
+            int(min(capacity // size, blocks)),
+            policy,
+            store=name == SSD,
+            takes_loaded=name == ENGINE,
+        )
+        for name, capacity, policy in (
+            (ENGINE, cell.engine_bytes, "lru"),
+            (HOST, cell.host_bytes, cell.policy),
+            (SSD, cell.ssd_bytes, cell.ssd_policy),
+        )
+        if capacity >= size
+    )
+
+
+_Found = tuple[Counts, Counts, Counts, Counts, Counts, Times, int, int, int, int]
+"""What an `Outcome` has beside its cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    cell: Cell
-    block_tokens: int
-    block_bytes: float
+    tiers: tuple[ReplayTier, ...]
+    gate: PlannedGate
     first: int
 
-    def run(self, requests: Sequence[TracedRequest]) -> Outcome:
-        cell = self.cell
-        tiers = [
-            ReplayTier(name, int(size // self.block_bytes), policy, name == SSD)
-            for name, size, policy in (
-                (ENGINE, cell.engine_bytes, "lru"),
-                (HOST, cell.host_bytes, cell.policy),
-                (SSD, cell.ssd_bytes, cell.ssd_policy),
-            )
-            if size >= self.block_bytes
-        ]
-        replay = Replay(tiers, block_tokens=self.block_tokens, block_bytes=int(self.block_bytes))
+    def run(self, requests: Sequence[TracedRequest]) -> _Found:
+        gate = self.gate
+        size = gate.block_tokens
+        replay = Replay(self.tiers, block_tokens=size, block_bytes=int(gate.block_bytes))
         for request in requests[: self.first]:
-            replay.request(request)
+            replay.play(request)
         before = replay.counts.get(SSD)
-        found = [replay.request(request) for request in requests[self.first :]]
+        measured = requests[self.first :]
+        found = [(replay.play(request), request.tokens) for request in measured]
         after = replay.counts.get(SSD)
         stored = evicted = resident = 0
         if before is not None and after is not None:
             stored = after.stored - before.stored
             evicted = after.evicted - before.evicted
             resident = after.resident
-        return Outcome(
-            cell,
-            _column(ENGINE, found),
-            _column(HOST, found),
-            _column(SSD, found),
+        names = (ENGINE, HOST, SSD)
+        tokens = [tokens_by_source(sources, count, size, names) for sources, count in found]
+        engine, host, ssd = np.array(tokens, np.int64).T
+        cuts = [gate.cut(sources, count) for sources, count in found]
+        return (
+            engine,
+            host,
+            ssd,
+            np.array([cut.loaded for cut in cuts], np.int64),
+            np.array([cut.computed for cut in cuts], np.int64),
+            np.array([cut.seconds for cut in cuts], np.float64),
+            sum(cut.late for cut in cuts),
             stored,
             evicted,
             resident,
         )
 
 
-def _column(name: str, found: Iterable[Mapping[str, int]]) -> Counts:
-    return np.array([one.get(name, 0) for one in found], np.int64)
+def _numbered(requests: Sequence[TracedRequest]) -> tuple[TracedRequest, ...]:
+    """The same with the blocks numbered, one object each: less memory, and found sooner."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        replace(
+            request, keys=tuple([numbers.setdefault(key, len(numbers)) for key in request.keys])
+        )
+        for request in requests
+    )
 
 
 _requests: Sequence[TracedRequest] = ()
@@ -203,9 +256,9 @@ _requests: Sequence[TracedRequest] = ()
 
 def _take(requests: Sequence[TracedRequest]) -> None:
     global _requests  # noqa: PLW0603 - how a pool's process is given what all its calls need
-    _requests = requests
+    _requests = _numbered(requests)
     gc.disable()  # a replay makes no cycles, and much that the collector would look at: a fifth
 
 
-def _run(job: _Job) -> Outcome:
+def _run(job: _Job) -> _Found:
     return job.run(_requests)

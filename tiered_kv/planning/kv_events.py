@@ -19,12 +19,17 @@ from typing import Any
 
 from tiered_kv.errors import TraceError
 from tiered_kv.placement import TracedRequest
+from tiered_kv.planning.quoting import quoted
 
 __all__ = ["EventReader", "events_in"]
 
 ENGINE_MEDIUM = "GPU"
 """Events of other media are of tiers, which are what is planned here."""
 
+MOST_SECONDS = 1e18
+"""Of a time; nanoseconds of our days are less."""
+
+MOST_BLOCK_TOKENS = 2**20
 
 UNTOLD = (
     "KV events tell what the engine stored in its own cache: its own hits, the limits of requests "
@@ -59,13 +64,14 @@ class EventReader:
         if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
             raise TraceError(f"{place}: is no batch of events, [seconds, [events], ...]")
         time = batch[0]
-        if isinstance(time, bool) or not isinstance(time, int | float):
-            raise TraceError(f"{place}: its time is {time!r:.60}, not a number of seconds")
+        known = isinstance(time, int | float) and not isinstance(time, bool)
+        if not known or not abs(time) < MOST_SECONDS:
+            raise TraceError(f"{place}: its time is {quoted(time)}, not a number of seconds")
         if self._began is None:
             self._began = time
         for event in batch[1]:
             if not isinstance(event, dict):
-                raise TraceError(f"{place}: {event!r:.60} is no event with a type")
+                raise TraceError(f"{place}: {quoted(event)} is no event with a type")
             self._event(place, max(0.0, time - self._began), event)
 
     def _event(self, place: str, time: float, event: dict[str, Any]) -> None:
@@ -75,8 +81,8 @@ class EventReader:
             return
         if kind != "BlockStored":
             raise TraceError(
-                f"{place}: an event of the type {kind!r}; expected BlockStored, BlockRemoved or "
-                "AllBlocksCleared, as vLLM 0.32 publishes them"
+                f"{place}: an event of the type {quoted(kind)}; expected BlockStored, BlockRemoved "
+                "or AllBlocksCleared, as vLLM 0.32 publishes them"
             )
         if event.get("medium") not in (None, ENGINE_MEDIUM):
             self._other_media += 1
@@ -85,8 +91,12 @@ class EventReader:
             self._other_groups += 1
             return
         hashes, size = event.get("block_hashes"), event.get("block_size")
-        if not isinstance(hashes, list) or type(size) is not int or size <= 0:
+        if not isinstance(hashes, list) or type(size) is not int:
             raise TraceError(f"{place}: BlockStored needs block_hashes and block_size")
+        if not 0 < size <= MOST_BLOCK_TOKENS:
+            raise TraceError(
+                f"{place}: block_size is {quoted(size)}, not 1 to {MOST_BLOCK_TOKENS} tokens"
+            )
         if self.block_tokens not in (0, size):
             raise TraceError(
                 f"{place}: a block of {size} tokens after blocks of {self.block_tokens}; give the "
@@ -101,7 +111,7 @@ class EventReader:
         if isinstance(name, bytes):
             name = name.hex()
         if isinstance(name, bool) or not isinstance(name, int | str):
-            raise TraceError(f"{place}: {name!r:.60} is no hash of a block")
+            raise TraceError(f"{place}: {quoted(name)} is no hash of a block")
         return self._keys.setdefault(str(name), len(self._keys))
 
     @property
@@ -142,7 +152,7 @@ def events_in(file: Path) -> Iterator[tuple[str, Any]]:
         try:
             end = _end(data, at)
             batch = msgspec.msgpack.decode(data[at:end])
-        except (IndexError, ValueError) as error:  # msgspec's errors are ValueErrors
+        except (IndexError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
             raise TraceError(
                 f"{place}: is neither JSON nor msgpack, or is cut off ({error})"
             ) from error

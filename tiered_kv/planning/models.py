@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.errors import TraceError
+from tiered_kv.planning.quoting import MOST_COUNT, quoted
 
 __all__ = ["KVShape", "find_config", "kv_shape"]
 
@@ -140,6 +141,8 @@ def _read(config: Path) -> dict[str, Any]:
         raise TraceError(f"{config}: cannot be read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
         raise TraceError(f"{config}:{error.lineno}: is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise TraceError(f"{config}: is not JSON: {error}") from error
     except ValueError as error:
         raise TraceError(f"{config}: is not UTF-8 text: {error}") from error
     if not isinstance(values, dict):
@@ -152,8 +155,8 @@ def _number(config: Path, values: Mapping[str, Any], *names: str) -> int:
         value = values.get(name)
         if value is None:
             continue
-        if type(value) is not int or value <= 0:
-            raise TraceError(f"{config}: {name} is {value!r}, not a number above 0")
+        if type(value) is not int or not 0 < value <= MOST_COUNT:
+            raise TraceError(f"{config}: {name} is {quoted(value)}, not a number above 0")
         return value
     raise TraceError(
         f"{config}: has no {' or '.join(names)}; give --bytes-per-token if this is no transformer"
@@ -179,8 +182,14 @@ def _layers(config: Path, values: Mapping[str, Any], notes: list[str]) -> int:
                 f"{windowed} of {layers} layers look at a window only: their blocks are stored all "
                 "the same, but of long prefixes only the last are loaded"
             )
-    shared = values.get("num_kv_shared_layers") or 0
-    return layers - int(shared)
+    if not values.get("num_kv_shared_layers"):
+        return layers
+    shared = _number(config, values, "num_kv_shared_layers")
+    if shared >= layers:
+        raise TraceError(
+            f"{config}: num_kv_shared_layers is {shared}, but there are {layers} layers"
+        )
+    return layers - shared
 
 
 def _heads(config: Path, values: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
@@ -198,9 +207,13 @@ def _heads(config: Path, values: Mapping[str, Any], ranks: int) -> tuple[int, in
     if values.get("head_dim") is not None:
         size = _number(config, values, "head_dim")
     else:
-        size = _number(config, values, "hidden_size", "n_embd", "d_model") // heads
-    v_size = values.get("v_head_dim")
-    return kv_heads, size, v_size if type(v_size) is int else size
+        hidden = _number(config, values, "hidden_size", "n_embd", "d_model")
+        size = hidden // heads
+        if not size:
+            raise TraceError(f"{config}: {heads} heads cannot share a hidden size of {hidden}")
+    if values.get("v_head_dim") is None:
+        return kv_heads, size, size
+    return kv_heads, size, _number(config, values, "v_head_dim")
 
 
 def _value_bytes(config: Path, values: Mapping[str, Any], kv_dtype: str, notes: list[str]) -> int:
@@ -223,5 +236,5 @@ def _value_bytes(config: Path, values: Mapping[str, Any], kv_dtype: str, notes: 
         )
         return 2
     if said not in _VALUE_BYTES:
-        raise TraceError(f"{config}: dtype {said!r} is not known; give --kv-dtype")
+        raise TraceError(f"{config}: dtype {quoted(said)} is not known; give --kv-dtype")
     return _VALUE_BYTES[said]

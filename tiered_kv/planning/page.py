@@ -75,13 +75,13 @@ def page(plan: Plan, deployment: str) -> str:
 
 def _asked(plan: Plan) -> str:
     question, trace = plan.question, plan.question.trace
-    hosts = " or ".join(_size(size) for size in question.host_bytes)
+    hosts = " or ".join(f"{_size(size)} of" if size else "no" for size in question.host_bytes)
+    sizes = " to ".join(dict.fromkeys(map(_size, (question.ssd_bytes[0], question.ssd_bytes[-1]))))
     return (
         f"{len(trace.requests):,} requests over {_duration(trace.seconds)} were replayed on "
-        f"{_size(question.ssd_bytes[0])} to {_size(question.ssd_bytes[-1])} of SSD behind {hosts} "
-        f"of host memory, with {len(question.policies)} eviction "
+        f"{sizes} of SSD behind {hosts} host memory, with {len(question.policies)} eviction "
         f"{'policy' if len(question.policies) == 1 else 'policies'}. A prompt's tokens whose KV is "
-        "found in a tier are loaded in place of being computed by the GPU."
+        "found in a tier are loaded in place of being computed by the GPU, where that is sooner."
     )
 
 
@@ -133,12 +133,13 @@ def _charts(plan: Plan) -> list[str]:
     rows = plan.of(chosen.policy, chosen.host_bytes)
     bare, rest = rows[0], rows[1:]
     count = len(sizes)
-    hits.append(Line(f"{chosen.policy}, host memory alone", [bare.hits] * count, dashed=True))
+    hits.append(Line(f"{chosen.policy}, no SSD", [bare.hits] * count, dashed=True))
     parts = [
         "<h2>Hit rate against capacity</h2>",
         (
-            "<p>Share of all prompts' tokens whose KV is found in "
-            f"{_size(chosen.host_bytes)} of host memory or on the SSD.</p>"
+            "<p>Share of all prompts' tokens whose KV is found "
+            + (f"in {_size(chosen.host_bytes)} of host memory or " if chosen.host_bytes else "")
+            + "on the SSD.</p>"
         ),
         chart("Hit rate", columns, hits, axis=axis, shown=_percent, marked=marked),
     ]
@@ -149,16 +150,16 @@ def _charts(plan: Plan) -> list[str]:
         times = [
             Line("mean", [token.mean for token in tokens]),
             Line("median", [token.p50 for token in tokens]),
-            Line("mean with host memory alone", [before.mean] * count, dashed=True),
-            Line("median with host memory alone", [before.p50] * count, dashed=True),
+            Line("mean without an SSD", [before.mean] * count, dashed=True),
+            Line("median without an SSD", [before.p50] * count, dashed=True),
         ]
         parts += [
             "<h2>Time to the first token</h2>",
             (
                 f"<p>With the policy {escape(chosen.policy)}, of requests that are served at once: "
                 "loading what is found, then computing the rest. The 99th percentile, of the "
-                f"longest prompts with the least found, goes from {_secs(before.p99)} with host "
-                f"memory alone to {_secs(then.p99)} with what is recommended.</p>"
+                f"longest prompts with the least found, goes from {_secs(before.p99)} without an "
+                f"SSD to {_secs(then.p99)} with what is recommended.</p>"
             ),
             chart("Time to the first token", columns, times, axis=axis, shown=_secs, marked=marked),
         ]

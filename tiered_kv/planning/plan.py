@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiered_kv.config import readable_bytes
+from tiered_kv.errors import TraceError
+from tiered_kv.planning.cuts import LONGEST_LOAD, PlannedGate
 from tiered_kv.planning.figures import Drive, Figures, figures_of
 from tiered_kv.planning.grid import Cell, Measured, replay_grid
 from tiered_kv.planning.models import KVShape
@@ -43,6 +45,8 @@ class Question:
     """What the SSD goes by behind a host tier with a policy that is for host memory alone."""
     host_from: str = "given"
     """Where the host's capacity is from."""
+    ssd_budgeted: bool = True
+    """Whether the SSD's tier takes a write budget."""
 
     @property
     def trace_block_bytes(self) -> float:
@@ -53,6 +57,11 @@ class Question:
     def footprint_bytes(self) -> float:
         """What would hold all blocks of the trace."""
         return self.trace.distinct_blocks * self.trace_block_bytes
+
+    @property
+    def gate(self) -> PlannedGate:
+        """What cuts the requests' loads."""
+        return PlannedGate(self.speeds, self.trace.block_tokens, self.shape.bytes_per_token)
 
     def cells(self) -> list[Cell]:
         """All combinations, and those without an SSD."""
@@ -100,14 +109,20 @@ def make_plan(
         done: called when a cell was replayed.
 
     Raises:
+        TraceError: the requests that count have no tokens.
         TieredKVError: a process was killed.
     """
     trace = question.trace
     measured = Measured.of(trace, question.warm_up)
+    if not measured.tokens.any():
+        raise TraceError(
+            f"{trace.source}: none of the {len(measured.tokens)} requests that count has a token, "
+            f"the first {measured.first} only warm up (--warm-up): there is nothing to plan from"
+        )
     outcomes = replay_grid(
         trace,
         question.cells(),
-        block_bytes=question.trace_block_bytes,
+        gate=question.gate,
         first=measured.first,
         processes=processes,
         done=done,
@@ -117,23 +132,23 @@ def make_plan(
             outcome,
             measured,
             question.speeds,
-            bytes_per_token=question.shape.bytes_per_token,
             block_bytes=question.trace_block_bytes,
             whole_requests=trace.whole_requests,
         )
         for outcome in outcomes
     )
+    advice = recommend(figures, question.drive, question.preferred, budgeted=question.ssd_budgeted)
     return Plan(
         question,
         figures,
         len(measured.tokens),
         measured.seconds,
-        recommend(figures, question.drive, question.preferred),
-        tuple(_notes(question, measured)),
+        advice,
+        tuple(_notes(question, measured, advice.figures)),
     )
 
 
-def _notes(question: Question, measured: Measured) -> list[str]:
+def _notes(question: Question, measured: Measured, chosen: Figures) -> list[str]:
     trace, speeds = question.trace, question.speeds
     notes: list[str] = []
     if speeds.assumed or question.drive.rated_from == "assumed":
@@ -161,7 +176,13 @@ def _notes(question: Question, measured: Measured) -> list[str]:
     elif trace.whole_requests:
         notes.append(
             "The engine's own cache is not replayed (--engine-cache): what it would have found "
-            "itself counts as a hit of the host's."
+            "itself counts as a hit of a tier."
+        )
+    if chosen.late:
+        notes.append(
+            f"With what is recommended, {chosen.late} of the {len(measured.tokens)} requests would "
+            f"load more if a load could take longer than {LONGEST_LOAD:g} s, as `limits."
+            "load_deadline` is where a configuration does not say."
         )
     if trace.whole_requests:
         notes.append(
@@ -179,8 +200,8 @@ def _notes(question: Question, measured: Measured) -> list[str]:
         )
     )
     notes.append(
-        "Bytes written per day are those of the measured part, extended to a day; blocks are "
-        "written whole and in large pieces, so that no write amplification is added."
+        "Bytes written per day are those of the measured part, extended to a day; what a drive or "
+        "a file system writes beside them is not in it."
     )
     if trace.kind is TraceKind.RECORDED and trace.recorded_hits and trace.tokens:
         shares = ", ".join(
@@ -248,6 +269,7 @@ def _cell(one: Figures, drive: Drive) -> dict[str, Any]:
         **asdict(one.cell),
         "hit_rates": {"engine": one.engine_hits, "host": one.host_hits, "ssd": one.ssd_hits},
         "loaded": one.loaded,
+        "requests_cut_by_deadline": one.late,
         "ttft_seconds": None if one.first_token is None else asdict(one.first_token),
         "gpu_engines_busy": one.gpu_seconds,
         "gpu_engines_saved": one.saved_gpu_seconds,

@@ -14,6 +14,13 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5
 
 _WIDTH, _HEIGHT = 860, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 14, 46
+"""Margins; the left one and the lower one are larger where labels need it."""
+_LETTER = 7.0
+"""At most, on the average of a label, in the size that is used."""
+_TURN = 40
+"""Degrees by which labels are turned that would overlap side by side."""
+_LINE = 19.0
+"""What turned labels need each, from one to the next."""
 _MARKERS = ("circle", "square", "diamond", "triangle")
 
 
@@ -52,11 +59,16 @@ def chart(
     values = [value for line in lines for value in line.values if value is not None]
     ticks = _decades(values) if decades else _ticks(max(values, default=0))
     top, bottom = ticks[-1], ticks[0]
-    inner = _WIDTH - _LEFT - _RIGHT
+    left = max(_LEFT, _width([shown(tick) for tick in ticks]) + 16)
+    inner = _WIDTH - left - _RIGHT
     step = inner / max(1, len(columns))
+    turned = _width(columns) + 6 > step
+    depth = _width(columns) * math.sin(math.radians(_TURN)) if turned else 0.0
+    height = _HEIGHT + depth
+    every = max(1, math.ceil(_LINE / step)) if turned else 1
 
     def x(column: int) -> float:
-        return _LEFT + step * (column + 0.5)
+        return left + step * (column + 0.5)
 
     def y(value: float) -> float:
         share = math.log(value / bottom) / math.log(top / bottom) if decades else value / top
@@ -64,7 +76,7 @@ def chart(
 
     parts = [
         (
-            f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}" '
+            f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}" '
             'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12">'
         )
     ]
@@ -76,26 +88,31 @@ def chart(
     for tick in ticks:
         at = y(tick)
         parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}" '
+            f'<line x1="{left:.1f}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}" '
             f'stroke="{"#888" if tick == bottom else "#e2e2e2"}"/>'
-            f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" fill="#555">'
+            f'<text x="{left - 8:.1f}" y="{at + 4:.1f}" text-anchor="end" fill="#555">'
             f"{escape(shown(tick))}</text>"
         )
     for column, label in enumerate(columns):
+        if column != marked and (column % every or _close(column, marked, every)):
+            continue
         weight = ' font-weight="bold"' if column == marked else ""
+        middle, below = f"{x(column):.1f}", _HEIGHT - _BOTTOM + 18
+        how = 'text-anchor="middle"'
+        if turned:
+            how = f'text-anchor="end" transform="rotate(-{_TURN} {middle} {below})"'
         parts.append(
-            f'<text x="{x(column):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" '
-            f'fill="#333"{weight}>{escape(label)}</text>'
+            f'<text x="{middle}" y="{below}" {how} fill="#333"{weight}>{escape(label)}</text>'
         )
     parts.append(
-        f'<text x="{_LEFT + inner / 2:.1f}" y="{_HEIGHT - 8}" text-anchor="middle" fill="#555">'
+        f'<text x="{left + inner / 2:.1f}" y="{height - 8:.1f}" text-anchor="middle" fill="#555">'
         f"{escape(axis)}</text>"
     )
     for number, line in enumerate(lines):
         colour = COLOURS[number % len(COLOURS)]
         points = [(x(i), y(v)) for i, v in enumerate(line.values) if v is not None]
         if line.dashed and len(points) == len(columns):  # from edge to edge
-            points = [(_LEFT, points[0][1]), *points, (_WIDTH - _RIGHT, points[-1][1])]
+            points = [(left, points[0][1]), *points, (_WIDTH - _RIGHT, points[-1][1])]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         dash = ' stroke-dasharray="6 4"' if line.dashed else ""
         parts.append(
@@ -109,6 +126,16 @@ def chart(
                     parts.append(_marker(number, x(index), y(value), colour, what))
     parts.append("</svg>")
     return f'<div class="legend">{_legend(lines)}</div>\n' + "\n".join(parts)
+
+
+def _width(labels: Sequence[str]) -> float:
+    """Of the longest one."""
+    return _LETTER * max(map(len, labels), default=0)
+
+
+def _close(column: int, marked: int | None, every: int) -> bool:
+    """Whether its label would lie on the marked one's."""
+    return marked is not None and abs(column - marked) < every
 
 
 def _legend(lines: Sequence[Line]) -> str:

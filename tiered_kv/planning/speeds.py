@@ -13,13 +13,19 @@ from tiered_kv.errors import TraceError
 from tiered_kv.routing import MEMORY_COST, STORE_COST
 from tiered_kv.stats import LoadRate
 
-__all__ = ["ASSUMED_PREFILL", "HOST", "SSD", "Speeds", "live_speeds", "read_speeds"]
+__all__ = ["ASSUMED_PREFILL", "ENGINE", "HOST", "SSD", "Speeds", "live_speeds", "read_speeds"]
 
 HOST, SSD = "host", "ssd"
 """The tiers of a plan."""
 
+ENGINE = "engine"
+"""The engine's own cache, where it is replayed, too: least recently used goes first, as in vLLM."""
+
 PREFILL = "prefill_tokens_per_second"
 """Name of the gauge."""
+
+MOST_RATE = 1e18
+"""What is more is no measured rate."""
 
 ASSUMED_PREFILL = 8000.0
 """Tokens per second. No figure of any engine: of the right size for a model of 70 billion
@@ -51,7 +57,12 @@ class Speeds:
             "the load rate of host memory": self.host_from,
             "the load rate of the SSD": self.ssd_from,
         }
-        return tuple(what for what, source in told.items() if source == "assumed")
+        return tuple(what for what, source in told.items() if _is_assumed(source))
+
+
+def _is_assumed(source: str) -> bool:
+    """Whether a figure is assumed: by us, or by the engine or file that it is from."""
+    return source.partition(":")[0] == "assumed"
 
 
 def read_speeds(file: Path, speeds: Speeds) -> Speeds:
@@ -69,6 +80,8 @@ def read_speeds(file: Path, speeds: Speeds) -> Speeds:
         raise TraceError(f"{file}: cannot be read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
         raise TraceError(f"{file}:{error.lineno}: is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise TraceError(f"{file}: is not JSON: {error}") from error
     except ValueError as error:
         raise TraceError(f"{file}: is not UTF-8 text: {error}") from error
     if not isinstance(values, dict):
@@ -98,8 +111,9 @@ def _with_rates(speeds: Speeds, rates: Iterable[_Known], source: str) -> Speeds:
 
 
 def _positive(value: object) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    return float(value) if known and isinstance(value, int | float) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < MOST_RATE else None
 
 
 def _explained(values: Mapping[str, Any]) -> Iterable[_Known]:

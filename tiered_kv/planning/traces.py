@@ -11,6 +11,7 @@ Three formats are read, told apart by their first bytes:
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from tiered_kv.connector import TRACE_FORMAT, TRACE_VERSION, trace_files
 from tiered_kv.errors import TraceError
 from tiered_kv.placement import TracedRequest
 from tiered_kv.planning.kv_events import EventReader, events_in
+from tiered_kv.planning.quoting import MOST_COUNT, quoted
 
 __all__ = ["MOONCAKE_BLOCK_TOKENS", "Trace", "TraceKind", "read_trace"]
 
@@ -98,15 +100,15 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
             )
     else:
         files = [path]
-    head = _head(files[0])
-    if not head.strip():
+    number, head = next(_lines(files[0]), (1, b""))
+    if not head:
         raise TraceError(f"{files[0]}:1: is empty; expected a trace")
-    if head[0] < 0x80 and not head.lstrip().startswith((b"{", b"[")):
-        shown = head[:60].decode("utf-8", "replace").rstrip()
-        raise TraceError(f"{files[0]}:1: is neither JSON nor msgpack: {shown!r}")
     if head[0] >= 0x80:
         return _events(files[0], None)
-    first = _object(files[0], 1, head.splitlines()[0])
+    if not head.lstrip().startswith((b"{", b"[")):
+        shown = head[:60].decode("utf-8", "replace").rstrip()
+        raise TraceError(f"{files[0]}:{number}: is neither JSON nor msgpack: {shown!r}")
+    first = _object(files[0], number, head)
     if isinstance(first, list) or (isinstance(first, dict) and "events" in first):
         return _events(files[0], _lines(files[0]))
     if isinstance(first, dict) and first.get("format") == TRACE_FORMAT:
@@ -114,27 +116,21 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
     if isinstance(first, dict) and "hash_ids" in first:
         return _mooncake(files[0], block_tokens or MOONCAKE_BLOCK_TOKENS)
     raise TraceError(
-        f"{files[0]}:1: is no trace: expected timestamp, input_length, output_length and hash_ids "
-        f'(Mooncake), {{"format": "{TRACE_FORMAT}"}} (recorded by tiered-kv), or a batch of KV '
-        f"events of vLLM ([ts, [events]])"
+        f"{files[0]}:{number}: is no trace: expected timestamp, input_length, output_length and "
+        f'hash_ids (Mooncake), {{"format": "{TRACE_FORMAT}"}} (recorded by tiered-kv), or a batch '
+        f"of KV events of vLLM ([ts, [events]])"
     )
 
 
-def _head(file: Path) -> bytes:
-    try:
-        with file.open("rb") as stream:
-            return stream.readline(MOST_LINE_BYTES)
-    except OSError as error:
-        raise TraceError(f"{file}: cannot be read: {error.strerror or error}") from error
-
-
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and text of each line that is not empty."""
+    """Number and text of each line that is not empty, without a mark of its encoding (BOM)."""
     try:
         with file.open("rb") as stream:
             number = 0
             while line := stream.readline(MOST_LINE_BYTES):
                 number += 1
+                if number == 1:
+                    line = line.removeprefix(BOM_UTF8)
                 if line.strip():
                     yield number, line
     except OSError as error:
@@ -144,7 +140,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def _object(file: Path, number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         shown = line[:60].decode("utf-8", "replace").rstrip()
         raise TraceError(f"{file}:{number}: is not JSON ({error}): {shown!r}") from error
 
@@ -161,7 +157,7 @@ def _events(file: Path, lines: Iterator[tuple[int, bytes]] | None) -> Trace:
     if not requests:
         raise TraceError(f"{file}: tells of no stored block, so that there is nothing to plan from")
     return Trace(
-        str(file),
+        _named(file),
         TraceKind.KV_EVENTS,
         reader.block_tokens,
         requests,
@@ -174,12 +170,17 @@ def _ordered(requests: Sequence[TracedRequest]) -> tuple[TracedRequest, ...]:
     return tuple(sorted(requests, key=lambda request: request.time))
 
 
+def _named(path: Path) -> str:
+    """Its name, as text that can be printed and written whatever bytes it has."""
+    return str(path).encode("utf-8", "replace").decode("utf-8")
+
+
 class _Fields:
     """The values of one line."""
 
     def __init__(self, place: str, values: Any) -> None:
         if not isinstance(values, dict):
-            raise TraceError(f"{place}: is no object with named values, but {values!r:.60}")
+            raise TraceError(f"{place}: is no object with named values, but {quoted(values)}")
         self._place = place
         self._values = values
 
@@ -192,28 +193,32 @@ class _Fields:
         """A text."""
         value = self._get(name)
         if not isinstance(value, str):
-            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a text")
+            raise TraceError(f"{self._place}: {name} is {quoted(value)}, not a text")
         return value
 
     def number(self, name: str) -> float:
         """At least 0."""
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a number from 0 on")
+            raise TraceError(f"{self._place}: {name} is {quoted(value)}, not a number from 0 on")
         return float(value)
 
     def count(self, name: str) -> int:
         """A whole number of at least 0."""
         value = self.number(name)
         if value != int(value):
-            raise TraceError(f"{self._place}: {name} is {value!r}, not a whole number")
+            raise TraceError(f"{self._place}: {name} is {quoted(value)}, not a whole number")
+        if value > MOST_COUNT:
+            raise TraceError(f"{self._place}: {name} is {quoted(value)}, more than {MOST_COUNT}")
         return int(value)
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers."""
         value = self._get(name)
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a list of whole numbers")
+            raise TraceError(
+                f"{self._place}: {name} is {quoted(value)}, not a list of whole numbers"
+            )
         return tuple(value)
 
     def digests(self, name: str) -> tuple[int, ...]:
@@ -224,13 +229,13 @@ class _Fields:
                 return tuple([int(item, 16) for item in value])
         except (TypeError, ValueError):
             pass
-        raise TraceError(f"{self._place}: {name} is {value!r:.60}, not a list of digests in hex")
+        raise TraceError(f"{self._place}: {name} is {quoted(value)}, not a list of digests in hex")
 
     def counts(self, name: str) -> dict[str, int]:
         """Whole numbers by name."""
         value = self._get(name)
         if not isinstance(value, dict):
-            raise TraceError(f"{self._place}: {name} is {value!r:.60}, not numbers by name")
+            raise TraceError(f"{self._place}: {name} is {quoted(value)}, not numbers by name")
         inner = _Fields(f"{self._place}: {name}", value)
         return {key: inner.count(key) for key in value}
 
@@ -248,7 +253,7 @@ def _mooncake(file: Path, block_tokens: int) -> Trace:
         )
         _check_length(place, request, block_tokens)
         requests.append(request)
-    return Trace(str(file), TraceKind.MOONCAKE, block_tokens, _ordered(requests))
+    return Trace(_named(file), TraceKind.MOONCAKE, block_tokens, _ordered(requests))
 
 
 def _check_length(place: str, request: TracedRequest, block_tokens: int) -> None:
@@ -268,13 +273,15 @@ def _recorded(path: Path, files: Sequence[Path]) -> Trace:
     header = (0, 0.0, "")
     dropped = 0
     for file in files:
+        begun = False
         for number, line in _lines(file):
             place = f"{file}:{number}"
             if not line.endswith(b"\n"):
                 notes.append(f"{place}: the last line is cut off, and left out.")
                 break
             fields = _Fields(place, _object(file, number, line))
-            if number == 1:
+            if not begun:
+                begun = True
                 header = _header(place, fields)
                 headers.add(header)
                 continue
@@ -301,7 +308,7 @@ def _recorded(path: Path, files: Sequence[Path]) -> Trace:
     ordered = _ordered(requests)
     began = ordered[0].time
     return Trace(
-        str(path),
+        _named(path),
         TraceKind.RECORDED,
         block_tokens,
         tuple(replace(request, time=request.time - began) for request in ordered),
@@ -320,4 +327,7 @@ def _header(place: str, fields: _Fields) -> tuple[int, float, str]:
     block_tokens = fields.count("block_tokens")
     if not block_tokens:
         raise TraceError(f"{place}: block_tokens is 0")
-    return block_tokens, fields.number("bytes_per_token"), fields.text("secret")
+    bytes_per_token = fields.number("bytes_per_token")
+    if 0 < bytes_per_token < 1:
+        raise TraceError(f"{place}: bytes_per_token is {bytes_per_token!r}, less than a byte")
+    return block_tokens, bytes_per_token, fields.text("secret")
