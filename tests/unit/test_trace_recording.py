@@ -137,7 +137,8 @@ def test_nothing_of_a_key_is_in_it_and_the_secret_is_the_owners(tmp_path: Path) 
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     print(modes)
     assert set(modes.values()) == {0o600}
-    assert len(modes) == 3
+    assert set(modes) == {"lock", "secret", *(file.name for file in trace_files(folder))}
+    assert len(modes) == 4
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     secret = (folder / "secret").read_bytes()
     text = b"".join(file.read_bytes() for file in trace_files(folder))
