@@ -113,8 +113,11 @@ class Stores:
             self._given = slots = given.slots
             evicted = given.evicted
             books.stats.evicted(host, len(evicted))
-            if missing > len(slots):
-                books.stats.dropped(host, DropReason.SLOTS, missing - len(slots))
+            if given.refused:
+                books.stats.dropped(host, DropReason.NOT_ADMITTED, given.refused)
+            if missing > len(slots) + given.refused:
+                without = missing - len(slots) - given.refused
+                books.stats.dropped(host, DropReason.SLOTS, without)
             first = CpuSpec(tuple(slots.values()))
             if len(slots) < len(wanted):
                 stored = [
