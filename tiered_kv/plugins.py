@@ -6,8 +6,6 @@ cannot be loaded stays in the list with its reason; only a deployment that names
 
 from __future__ import annotations
 
-import inspect
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,8 +14,17 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, Literal, get_args, get_origin
 
+from tiered_kv.announced import (
+    NAME,
+    by_name,
+    call_problems,
+    descriptor_problems,
+    distribution_of,
+    load_descriptor,
+    said,
+)
 from tiered_kv.config import TierSettings
-from tiered_kv.contracts import API_VERSION, Backend
+from tiered_kv.contracts import Backend
 from tiered_kv.errors import PluginError
 from tiered_kv.registry import TransferRegistry
 from tiered_kv.specs import CpuSpec, GpuSpec, KeySpec
@@ -28,7 +35,6 @@ __all__ = ["GROUP", "Availability", "Plugins", "build_registry"]
 GROUP = "tiered_kv.backends"
 """The entry-point group. The entry point's name is the backend's name."""
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _CLASH_HINT = "uninstall one of the packages named in the reason"
 _CORE_NAMES = (CpuSpec.medium,)
 _CORE_MEDIA = (CpuSpec.medium, GpuSpec.medium)
@@ -93,7 +99,9 @@ class Plugins:
         with self._lock:
             if name not in self._loaded:
                 try:
-                    self._loaded[name] = _load(name, self._entries()[name])
+                    self._loaded[name] = load_descriptor(
+                        "backend", name, self._entries()[name], Backend, _problems
+                    )
                 except PluginError as error:
                     self._loaded[name] = error
             loaded = self._loaded[name]
@@ -182,7 +190,7 @@ class Plugins:
 
     def _availability(self, name: str) -> Availability:
         entries = self._entries()[name]
-        distribution = ", ".join(_distribution(entry) for entry in entries)
+        distribution = ", ".join(distribution_of(entry) for entry in entries)
         version = ", ".join(entry.dist.version if entry.dist else "unknown" for entry in entries)
         try:
             backend = self.get(name)
@@ -221,9 +229,7 @@ class Plugins:
     def _entries(self) -> dict[str, list[EntryPoint]]:
         with self._lock:
             if self._found is None:
-                self._found = {}
-                for entry in self._discover():
-                    self._found.setdefault(entry.name, []).append(entry)
+                self._found = by_name(self._discover())
             return self._found
 
 
@@ -248,7 +254,7 @@ def _register(backend: Backend, registry: TransferRegistry) -> None:
         raise
     except Exception as error:  # a plug-in may raise anything, and it was asked for
         raise PluginError(
-            f"backend {backend.name!r} failed to register its handlers: {_said(error)}"
+            f"backend {backend.name!r} failed to register its handlers: {said(error)}"
         ) from error
 
 
@@ -256,44 +262,10 @@ def _installed() -> Iterable[EntryPoint]:
     return entry_points(group=GROUP)
 
 
-def _distribution(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist else "unknown"
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _load(name: str, entries: list[EntryPoint]) -> Backend:
-    if len(entries) > 1:
-        claims = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in entries)
-        raise PluginError(f"backend {name!r} is claimed by {claims}; uninstall one of them")
-    entry = entries[0]
-    origin = f"backend {name!r} of {_distribution(entry)} ({entry.value})"
-    try:
-        loaded: object = entry.load()
-    except Exception as error:  # importing foreign code may raise anything
-        raise PluginError(f"{origin} cannot be loaded: {_said(error)}") from error
-    if not isinstance(loaded, Backend):
-        raise PluginError(
-            f"{origin} is a {type(loaded).__qualname__}; expected a tiered_kv.contracts.Backend"
-        )
-    for problem in _shape_problems(name, loaded):
-        raise PluginError(f"{origin} {problem}")
-    return loaded
-
-
-def _shape_problems(name: str, loaded: Backend) -> Iterable[str]:
+def _problems(name: str, loaded: Backend) -> Iterable[str]:
     """What is wrong with a descriptor, gravest first."""
-    if loaded.api_version != API_VERSION:
-        older = "the package" if loaded.api_version < API_VERSION else "tiered-kv"
-        yield (
-            f"was made for API version {loaded.api_version}; this tiered-kv has API version "
-            f"{API_VERSION}; update {older}"
-        )
-    if loaded.name != name:
-        yield f"calls itself {loaded.name!r}; entry point and backend must have one name"
-    if not _NAME.fullmatch(name) or name in _CORE_NAMES:
+    yield from descriptor_problems("backend", name, loaded)
+    if not NAME.fullmatch(name) or name in _CORE_NAMES:
         yield "has a name that no tier type may have: a-z, 0-9, _ and -, and not cpu"
     store = (loaded.settings, loaded.spec, loaded.open_store)
     if any(part is not None for part in store) and None in store:
@@ -311,7 +283,9 @@ def _shape_problems(name: str, loaded: Backend) -> Iterable[str]:
             "open_maintenance(context: MaintenanceContext) -> StoreMaintenance",
         ),
     ):
-        yield from _call_problems(field, getattr(loaded, field), arguments, expected)
+        given = getattr(loaded, field)
+        if given is not None:
+            yield from call_problems(field, given, arguments, expected)
 
 
 def _spec_problems(backend: Backend) -> Iterable[str]:
@@ -328,30 +302,12 @@ def _spec_problems(backend: Backend) -> Iterable[str]:
         yield f"claims the medium {spec.medium!r}, which is the core's own"
 
 
-def _call_problems(
-    field: str, given: object, arguments: tuple[None, ...], expected: str
-) -> Iterable[str]:
-    if given is None:
-        return
-    if not callable(given):
-        yield f"has a {field} that cannot be called; expected {expected}"
-        return
-    try:
-        signature = inspect.signature(given)
-    except (TypeError, ValueError):  # some built-in callables have none
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        yield f"has {field}{signature}; expected {expected}"
-
-
 def _checked_settings(backend: Backend, give: Callable[[], Any]) -> type[TierSettings]:
     origin = f"backend {backend.name!r}"
     try:
         model: object = give()
     except Exception as error:  # foreign code may raise anything, and it was asked for
-        raise PluginError(f"{origin} cannot give its settings: {_said(error)}") from error
+        raise PluginError(f"{origin} cannot give its settings: {said(error)}") from error
     if not (isinstance(model, type) and issubclass(model, TierSettings)):
         raise PluginError(
             f"{origin} has the settings {model!r}; expected a subclass of "

@@ -40,7 +40,8 @@ class DaemonExecutor(Executor):
         """Queue a call.
 
         Raises:
-            RuntimeError: the executor was shut down.
+            RuntimeError: the executor was shut down, or no thread could be started; then the next
+                call tries again.
         """
         future: Future[T] = Future()
 
@@ -57,13 +58,13 @@ class DaemonExecutor(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"executor {self._name} was shut down")
-            self._queue.put((future, run))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
                 thread = threading.Thread(
                     target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
                 )
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
+            self._queue.put((future, run))
         return future
 
     def _work(self) -> None:

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,25 @@ def test_rows_that_lead_nowhere_are_dropped(environment: Environment) -> None:
     assert index.contains(keys([1, 2])) == [False, True]
     assert publish(environment, index, 3) == [row(1)]
     assert index.count() == 2
+
+
+def test_a_transaction_that_is_given_up_leaves_doubts_as_they_were(
+    environment: Environment,
+) -> None:
+    index = make_index(environment)
+    publish(environment, index, 1, 2, 3)
+    index.distrust(keys([1, 2]))
+    for given in (4, 1):
+        with suppress(InterruptedError), environment.write() as txn:
+            assert len(index.publish(txn, [(key(given), row(given))])) == 2
+            raise InterruptedError
+        assert index.contains(keys([1, 2, 3, 4])) == [False, False, True, False]
+    with environment.write() as txn:
+        assert {*index.publish(txn, [(key(1), row(9))])} == {row(1), row(2)}
+        assert index.remove(txn, index.full_keys(keys([3]))) == [row(3)], "1 is sound by now"
+    assert index.contains(keys([1, 2, 3])) == [True, False, False]
+    publish(environment, index, 2)
+    assert index.contains(keys([1, 2])) == [True, True], "nothing is doubted any more"
 
 
 # --------------------------------------------------------------------------------------- changes

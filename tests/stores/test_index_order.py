@@ -11,6 +11,8 @@ import pytest
 from tests.stores.test_index_blocks import row
 from tiered_kv.contracts import Recency, Scoring
 from tiered_kv.index import BlockIndex, Environment
+from tiered_kv.index.log import Counters
+from tiered_kv.index.order import Order
 from tiered_kv.placement import AgedFrequency
 from tiered_kv.testing.conformance.blocks import NAMESPACE
 from tiered_kv.values import BlockKey, CacheGeometry, GroupGeometry
@@ -66,3 +68,24 @@ def test_what_is_used_often_stays_longer_than_what_was_used_last(environment: En
     with environment.write() as txn:
         index.publish(txn, [(last, row(2))])
         assert [full[8:] for full in index.oldest(txn, 0, 2)] == [last, often]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"\xff\xff\xff\xff" + bytes(16), b"\xff\xff", b"\0\0\1", b"\0\0\0\1" + b"\xff" * 9],
+)
+def test_a_damaged_number_of_a_class_is_one_among_others(
+    environment: Environment, name: bytes
+) -> None:
+    geometry = CacheGeometry((GroupGeometry(0, 4096, 1, 16),), 0, 1)
+    index = BlockIndex(environment, NAMESPACE, geometry)
+    with environment.write() as txn:
+        for slot_class in (0, 1, 300):
+            index.publish(txn, [(BlockKey(b"%d" % slot_class), row(1, slot_class))])
+    order = Order(environment, Counters(environment))
+    with environment.write() as txn:
+        txn.put(name, b"damaged", db=environment.database("order"))
+        found = order.classes(txn)
+    print(found, index.kept())
+    assert sorted(set(found)) == found
+    assert {0, 1, 300} <= set(found) <= {0, 1, 300, int.from_bytes(name[:4].ljust(4, b"\0"), "big")}

@@ -179,6 +179,39 @@ def test_a_failing_call_costs_its_blocks_alone(tmp_path: Path) -> None:
         io.read_groups([Group(0, 0, (views[0],), (0,))])
 
 
+@pytest.mark.parametrize("name", ["tiered-kv-ssd-io-loop", "tiered-kv-ssd-io-0"])
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_call(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(256)) * 16 * 8)
+    fd = os.open(file, os.O_RDONLY)
+    io = PosixIo(4, "ssd", alignment=0)
+    start, refused = threading.Thread.start, [name]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            refused.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    views = [slot(4096) for _ in range(8)]
+    groups = [Group(fd, 4096 * n, (view,), (n,)) for n, view in enumerate(views)]
+    with pytest.raises(RuntimeError, match="new thread"):
+        io.read_groups(groups)
+    assert not refused
+    failed: list[dict[int, OSError]] = []
+    again = threading.Thread(target=lambda: failed.append(io.read_groups(groups)), daemon=True)
+    again.start()
+    again.join(30)
+    assert failed == [{}], "it hangs"
+    assert b"".join(views) == file.read_bytes()
+    assert {thread.name for thread in threading.enumerate()} >= {name}
+    assert io.close()
+    os.close(fd)
+
+
 def test_closing_waits_for_a_group_on_its_callers_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

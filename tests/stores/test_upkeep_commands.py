@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +327,35 @@ def test_a_reader_of_the_pipe_that_goes_away(tiers: Tiers) -> None:
     assert done.returncode == 1
     assert "cannot write stdout: [Errno 32] Broken pipe" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("tiers", ["nvme"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_export_that_is_ended_in_its_last_moment_leaves_nothing(
+    tiers: Tiers, number: signal.Signals
+) -> None:
+    """The signal comes when the file is flushed."""
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("needs strace")
+    tiers.fill("a", range(12))
+    there = sorted(tiers.folder.iterdir())
+    with tempfile.TemporaryDirectory() as elsewhere:
+        log = Path(elsewhere) / "log"
+        command = [strace, "-f", "-y", "-qq", "-e", "trace=fsync", "-o", str(log)]
+        command += ["-e", f"inject=fsync:signal={number.name}"]
+        command += [sys.executable, "-c", "from tiered_kv.cli import main; main()", "export"]
+        command += [str(tiers.read_only), str(tiers.folder / "out"), "--tier", "a"]
+        done = subprocess.run(
+            [*command, "--namespace", ONE], check=False, capture_output=True, text=True
+        )
+        if not log.exists():
+            pytest.skip(f"may not trace: {done.stderr}")
+        calls = log.read_text()
+    print(calls)
+    assert "/.out." in calls.partition("\n")[0]
+    assert sorted(tiers.folder.iterdir()) == there
+    assert (done.returncode, done.stdout) == (130, "")
 
 
 def test_damaged_archives_leave_only_what_verified(cli: Cli, tiers: Tiers) -> None:

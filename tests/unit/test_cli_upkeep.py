@@ -8,7 +8,10 @@ from __future__ import annotations
 import signal
 import stat
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import Cli
+from tests.faults.tracing import injected
 from tests.unit.archives import archive
 from tiered_kv.checksum import BlockChecksum
 from tiered_kv.contracts import NewBlock, StoreContext
@@ -582,6 +586,64 @@ def test_an_export_that_fails_leaves_no_file(cli: Cli, rig: Rig) -> None:
     full = cli("export", rig.config, "/dev/full", "--tier", "near", "--namespace", ONE.id.hex())
     assert full.code == 1
     assert "No space left on device" in full.err
+
+
+NO_LINKS = ("link:error=EOPNOTSUPP", "linkat:error=EPERM")
+
+
+def test_an_export_without_hard_links_replaces_nothing(
+    cli: Cli, rig: Rig, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rig.fill("near", ONE, range(9))
+    file = rig.folder / "blocks.archive"
+    which = ("--tier", "near", "--namespace", ONE.id.hex())
+    with injected(*NO_LINKS, log=tmp_path_factory.mktemp("log") / "log") as hits:
+        ran = cli("export", rig.config, file, *which)
+        again = cli("export", rig.config, file, *which)
+    assert ran.code == 0, ran.err
+    assert len(hits) == 1
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert sorted(rig.folder.iterdir()) == sorted([rig.config, file])
+    assert (again.code, f"{file} exists already" in again.err) == (2, True)
+    assert cli("import", rig.config, file, "--tier", "far", "--json").json["parts"] == 18
+
+
+@pytest.mark.parametrize(
+    "faults", [(), NO_LINKS, (*NO_LINKS, "rename:error=EIO", "renameat2:error=EIO")]
+)
+def test_an_export_that_cannot_have_its_name_is_kept(
+    cli: Cli, rig: Rig, faults: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rig.fill("near", ONE, range(9))
+    file = rig.folder / "blocks.archive"
+    which = ("--tier", "near", "--namespace", ONE.id.hex())
+    taken = len(faults) < 3
+    near = rig.disk("near").faults
+    near.inject(Fault(method=Method.READ, effect=Effect.HANG, times=1))
+
+    def meanwhile() -> None:
+        while not near.held:  # by then it has looked whether the name is free
+            time.sleep(0.002)
+        if taken:
+            file.write_text("another's")
+        near.let_go()
+
+    with ExitStack() as stack:
+        if faults:
+            log = tmp_path_factory.mktemp("log") / "log"
+            stack.enter_context(injected(*faults, log=log))
+        other = threading.Thread(target=meanwhile)
+        other.start()
+        ran = cli("export", rig.config, file, *which)
+        other.join()
+    assert (ran.code, ran.out) == (1, "")
+    [kept] = rig.folder.glob(".blocks.archive.*.part")
+    assert f"cannot be named {file}" in ran.err
+    assert f"it is kept as {kept}" in ran.err
+    assert file.exists() == taken
+    if taken:
+        assert file.read_text() == "another's"
+    assert cli("import", rig.config, kept, "--tier", "far", "--json").json["parts"] == 18
 
 
 def test_imports_that_are_refused(cli: Cli, rig: Rig) -> None:

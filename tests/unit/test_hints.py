@@ -6,7 +6,10 @@ import pytest
 
 from tests.unit.test_manager import Bench, bench, keys
 from tiered_kv.connector import USUAL, Answer, Care, WorkerReport, care_for
+from tiered_kv.connector.leaving import Leaving
 from tiered_kv.errors import ConfigError
+from tiered_kv.specs import SlotRef
+from tiered_kv.values import BlockKey
 
 
 def store(b: Bench, request: str, care: Care, *names: str) -> tuple[bytes, ...]:
@@ -64,6 +67,43 @@ def test_blocks_leave_when_their_time_is_over() -> None:
     b.clock.now += 11
     store(b, "next", USUAL, "d")
     assert found(b, "a", "b", "c", "d") == ["c", "d"]
+
+
+@pytest.mark.parametrize("slots", [4, 8])
+@pytest.mark.parametrize(("ttl", "after", "then"), [(None, 99, 0), (30.0, 25, 6), (30.0, 2, 29)])
+def test_a_block_that_is_stored_anew_lives_by_its_newest_time(
+    slots: int, ttl: float | None, after: int, then: int
+) -> None:
+    b = bench(slots=slots)
+    store(b, "short", Care(ttl=10.0), "a", "b")
+    store(b, "much", Care(ttl=1000.0), *"stuvwxyz"[:slots])  # drives them out
+    store(b, "again", Care(ttl=ttl), "a")
+    b.clock.now += after
+    store(b, "next", USUAL, "c")
+    assert found(b, "a", "b") == ["a"], "it left at the time of its former life"
+    if then:
+        b.clock.now += then
+        store(b, "last", USUAL, "d")
+        assert found(b, "a", "b") == []
+
+
+def test_times_of_blocks_are_not_more_than_there_are_slots() -> None:
+    leaving, slots = Leaving(), 50
+    most = 0
+    for round_ in range(200):
+        for first in (0, 25):
+            refs = [SlotRef(number, round_ + 1) for number in range(first, first + 25)]
+            leaving.note(
+                [(BlockKey(b"%d of %d" % (ref.number, round_)), ref) for ref in refs], 900 + first
+            )
+            most = max(most, len(leaving))
+    print(f"{most} entries at most for {slots} slots")
+    assert most <= 4 * slots
+    assert leaving.due(899) == []
+    names = [BlockKey(b"%d of 199" % number) for number in range(slots)]
+    assert [key for key, _ in leaving.due(900)] == names[:25]
+    assert [key for key, _ in leaving.due(2000)] == names[25:]
+    assert len(leaving) == 0
 
 
 def test_hints_are_read_and_wrong_ones_are_named() -> None:

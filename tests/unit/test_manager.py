@@ -16,7 +16,7 @@ from tiered_kv.index import Mirror
 from tiered_kv.placement import BUILT_IN
 from tiered_kv.placement.lru import LruPolicy
 from tiered_kv.specs import CpuSpec, KeySpec, Part, SlotRef
-from tiered_kv.stats import TierCondition, TierState
+from tiered_kv.stats import DropReason, TierCondition, TierState
 from tiered_kv.values import (
     BlockKey,
     BlockStatus,
@@ -288,6 +288,25 @@ def test_a_tier_that_is_down_drives_no_block_out_of_the_host_tier() -> None:
     plan = b.manager.prepare_store("well", keys("c"))
     assert (plan.keys, len(plan.evicted)) == (tuple(keys("c")), 1)
     assert plan.targets.behind == (Part(DiskSpec("ssd", tuple(keys("c"))), (0,)),)
+
+
+def test_what_the_policy_does_not_admit_is_counted_apart_from_what_finds_no_slot() -> None:
+    def dropped(reason: DropReason) -> float:
+        snapshot = b.manager.stats.snapshot()
+        return snapshot.counter("tier_dropped_blocks_total", "host", str(reason))
+
+    b = bench(slots=2, policy=lambda _: AdmitsNone())
+    b.store("a", "b")
+    down = TierCondition("ssd", TierState.DOWN, "it hangs", None)
+    b.manager.take_report(WorkerReport(conditions=((0, down),)))
+    plan = b.manager.prepare_store("r", keys("a", "c", "d", "e"))
+    assert plan.keys == ()
+    assert (dropped(DropReason.NOT_ADMITTED), dropped(DropReason.SLOTS)) == (3, 0)
+
+    b = bench(slots=2)
+    b.manager.prepare_store("first", keys("a", "b"))
+    assert b.manager.prepare_store("second", keys("c", "d", "e")).keys == ()
+    assert (dropped(DropReason.NOT_ADMITTED), dropped(DropReason.SLOTS)) == (0, 3)
 
 
 def test_blocks_for_a_tier_that_is_down_are_offered_while_there_is_room() -> None:

@@ -3,6 +3,7 @@ serving."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import resource
 import signal
@@ -137,7 +138,8 @@ def test_nothing_of_a_key_is_in_it_and_the_secret_is_the_owners(tmp_path: Path) 
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     print(modes)
     assert set(modes.values()) == {0o600}
-    assert len(modes) == 3
+    assert set(modes) == {"lock", "secret", *(file.name for file in trace_files(folder))}
+    assert len(modes) == 4
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     secret = (folder / "secret").read_bytes()
     text = b"".join(file.read_bytes() for file in trace_files(folder))
@@ -196,6 +198,34 @@ def test_files_that_another_engine_writes_are_left_alone(tmp_path: Path) -> None
     assert names == recording.FILES  # that of the first engine made room for the late one's
     last = json.loads(trace_files(tmp_path)[-1].read_text().splitlines()[-1])
     assert last["dropped"] == 1
+
+
+def test_an_engine_that_is_stopped_over_its_turn_costs_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recording, "TURN_SECONDS", 0.05)
+    other = Recording(tmp_path)
+    other.request("first")
+    other.close()
+    one = Recording(tmp_path)
+    with (tmp_path / "lock").open("rb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        one.request("a")
+        one.wait(dropped=1)
+    one.request("b")
+    one.wait(recorded=1)
+    one.close()
+    print(caplog.text)
+    assert f"another process holds {tmp_path / 'lock'}" in caplog.text
+    assert len(read_trace(tmp_path).requests) == 2
+
+
+def test_empty_files_of_killed_engines_go(tmp_path: Path) -> None:
+    (tmp_path / "trace-20250101T000000.000000000-1-abcdef.jsonl").touch()
+    one = Recording(tmp_path)
+    one.request("a")
+    one.close()
+    assert len(trace_files(tmp_path)) == len(read_trace(tmp_path).requests) == 1
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

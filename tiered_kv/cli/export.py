@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from tiered_kv.cli.tending import StoreTier, chosen, store_tiers
 from tiered_kv.errors import ArchiveError, ConfigError
 
 if TYPE_CHECKING:
+    from tiered_kv.cli.progress import Progress
     from tiered_kv.contracts import StoredNamespace
     from tiered_kv.upkeep import Exported, WritableStream
 
@@ -78,14 +80,16 @@ def export(
     Exits 1 if blocks were left out because they are damaged, or if --limit leaves room for none.
     """
     from tiered_kv.cli.output import print_json
+    from tiered_kv.cli.progress import Progress
 
     most_bytes = None if limit is None else read_size(limit)
     bytes_per_second = None if rate is None else read_size(rate)
     [source] = store_tiers(config, tier)
     stored = chosen({tier: source.namespaces()}, namespace)[tier]
     ranks = _ranks(stored, rank)
-    with _target(file) as stream:
-        done = _export(source, stored, ranks, stream, most_bytes, bytes_per_second)
+    # Around the target, so that SIGTERM leaves no part of a file at any time.
+    with Progress(stored.blocks * len(ranks)) as progress, _target(file) as stream:
+        done = _export(source, stored, ranks, stream, progress, most_bytes, bytes_per_second)
         bad = done.corrupt + done.unreadable
         if limit is not None and stored.blocks and not (done.blocks or bad or done.missing):
             raise ArchiveError(f"no block of {len(ranks)} ranks fits into --limit {limit}")
@@ -135,16 +139,15 @@ def _export(
     stored: StoredNamespace,
     ranks: tuple[int, ...],
     stream: WritableStream,
+    progress: Progress,
     most_bytes: int | None,
     rate: int | None,
 ) -> Exported:
-    from tiered_kv.cli.progress import Progress
     from tiered_kv.cli.warm_copy import paced
     from tiered_kv.upkeep import ArchiveContents, ArchiveWriter, export_blocks, most_used_first
 
     contents = ArchiveContents(stored.namespace, stored.geometry, ranks)
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(stored.blocks * len(ranks)))
         stores = {rank: stack.enter_context(source.store(stored, rank)) for rank in ranks}
         progress.stage(f"tier {source.name}: exporting {stored.namespace.id.hex()}")
         return export_blocks(
@@ -177,17 +180,51 @@ def _target(file: str) -> Iterator[WritableStream]:
         return
     if path.exists():
         raise ConfigError(f"{path} exists already; name a new file, or remove it")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    problem: OSError | None = None
     with _translated(file):
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.link(part, path)  # unlike a rename, it replaces nothing
+            problem = _name(part, path)
         finally:
-            part.unlink()
+            if problem is None:
+                part.unlink(missing_ok=True)
+    if problem is not None:
+        raise ArchiveError(
+            f"the archive is whole, but cannot be named {path}: {problem}; it is kept as {part}, "
+            "rename or remove it"
+        )
+
+
+def _name(part: Path, path: Path) -> OSError | None:
+    """Give a whole file its name, as a rename that replaces nothing; why that cannot be done."""
+    try:
+        os.link(part, path)
+    except FileExistsError as error:
+        return error
+    except OSError:
+        return _name_by_rename(part, path)
+    return None
+
+
+def _name_by_rename(part: Path, path: Path) -> OSError | None:
+    """The same on file systems without hard links: takes the name by an empty file before."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        return error
+    try:
+        part.replace(path)
+    except BaseException as error:
+        path.unlink()
+        if isinstance(error, OSError):
+            return error
+        raise
+    return None
 
 
 @contextmanager

@@ -23,7 +23,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -53,6 +54,10 @@ MOST_WAITING = 256
 RETRY_SECONDS = 10.0
 """How long nothing is written after a failure."""
 
+TURN_SECONDS = 5.0
+"""How long another engine may take for a file of its own; locked for longer, it is stopped."""
+
+LOCK = "lock"
 SECRET = "secret"
 SECRET_BYTES = 32
 DIGEST_BYTES = 8
@@ -103,7 +108,8 @@ class TraceRecorder:
 
         Args:
             directory: of the trace; made when it is not there. Engines may share it.
-            max_bytes: that all files of traces in the directory take together.
+            max_bytes: that all files of traces in the directory take together; where engines that
+                share it have different ones, the largest.
             stats: counts what is recorded and dropped.
             clock: seconds since the epoch.
             retry_seconds: how long nothing is written after a failure.
@@ -270,46 +276,57 @@ class _Files:
         if self._file is not None and self._size + len(line) > self._share:
             self.close()
         if self._file is None:
-            self._open(len(line))
-        self._append(line)
+            self._begin(line)
+        else:
+            self._append(line)
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, data: bytes) -> None:
         assert self._file is not None
         try:
-            if self._file.write(line) != len(line):
+            if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         except OSError:
             self._file.truncate(self._size)
             raise
-        self._size += len(line)
+        self._size += len(data)
 
-    def _open(self, needed: int) -> None:
+    def _begin(self, line: bytes) -> None:
+        """A new file, that begins with this line; none, where that could not be written."""
         header = _line({**self._header, "secret": _digest(b"", self._secret)})
-        if needed + len(header) > self._share:
+        if len(line) + len(header) > self._share:
             raise OSError(
-                errno.EFBIG, f"a request of {needed} bytes is more than 1/{FILES} of max_size"
+                errno.EFBIG, f"a request of {len(line)} bytes is more than 1/{FILES} of max_size"
             )
-        self._make_room()
-        seconds, rest = divmod(time.time_ns(), 10**9)
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(seconds))
-        name = f"trace-{stamp}.{rest:09}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
-        made = os.open(
-            self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600
-        )
-        self._file = io.FileIO(made, "w")
-        fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for as long as it is written to
-        self._size = 0
-        self._append(header)
+        with _turn(self._directory / LOCK):
+            self._make_room()
+            seconds, rest = divmod(time.time_ns(), 10**9)
+            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(seconds))
+            name = f"trace-{stamp}.{rest:09}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
+            path = self._directory / name
+            made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            self._file, self._size = io.FileIO(made, "w"), 0
+            try:
+                fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as it is written to
+                self._append(header + line)
+            except OSError:
+                self.close()
+                path.unlink()
+                raise
 
     def _make_room(self) -> None:
-        """Delete the oldest files until a further one fits in."""
+        """Delete the oldest files until a further one fits in, and those that are empty: of
+        engines that were killed."""
         held: list[tuple[Path, int]] = []
         total = self._share
         for file in trace_files(self._directory):
-            size = _size_of_unused(file)
-            total += self._share if size is None else size
-            if size is not None:
+            size, used = _size_and_use(file)
+            if used:
+                total += max(size, self._share)
+            elif size:
+                total += size
                 held.append((file, size))
+            else:
+                file.unlink(missing_ok=True)
         for file, size in held:
             if total <= self._max_bytes:
                 return
@@ -326,17 +343,9 @@ class _Files:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._directory / SECRET
         if not path.exists():
-            # Whole from the moment on at which another engine sees it.
-            draft = self._directory / f".{SECRET}-{secrets.token_hex(8)}"
-            made = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.write(made, secrets.token_bytes(SECRET_BYTES))
-                os.link(draft, path)
-            except FileExistsError:
-                pass
-            finally:
-                os.close(made)
-                draft.unlink()
+            with _turn(self._directory / LOCK):
+                if not path.exists():
+                    self._make_secret(path)
         secret = path.read_bytes()
         if len(secret) != SECRET_BYTES or path.stat().st_mode & 0o077:
             raise OSError(
@@ -345,6 +354,20 @@ class _Files:
                 "remove it to begin a new trace",
             )
         return secret
+
+    def _make_secret(self, path: Path) -> None:
+        # Whole from the moment on at which another engine sees it.
+        draft = path.with_name(f".{SECRET}")
+        made = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            if os.write(made, secrets.token_bytes(SECRET_BYTES)) != SECRET_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft))
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(made)
 
     def close(self) -> None:
         """Nothing is written to the current file any more."""
@@ -361,13 +384,42 @@ def _digest(key: bytes, secret: bytes) -> str:
     return hashlib.blake2b(key, key=secret, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _size_of_unused(file: Path) -> int | None:
-    """None where a recorder writes to it."""
+def _size_and_use(file: Path) -> tuple[int, bool]:
+    """Its bytes, and whether a recorder writes to it."""
+    used = False
     try:
         with file.open("rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return os.fstat(stream.fileno()).st_size
-    except FileNotFoundError:  # another recorder made room
-        return 0
-    except BlockingIOError:
-        return None
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                used = True
+            return os.fstat(stream.fileno()).st_size, used
+    except FileNotFoundError:  # somebody removed it
+        return 0, False
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Engines that share a directory begin files one after the other: what each finds there, it
+    can count on.
+
+    Raises:
+        OSError: it cannot be locked; or another process holds it for longer than `TURN_SECONDS`.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        until = time.monotonic() + TURN_SECONDS
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() >= until:
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"another process holds {path} for longer than {TURN_SECONDS:g} s; is an "
+                    "engine stopped? `fuser` tells which",
+                )
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)

@@ -10,6 +10,7 @@ from itertools import compress
 from operator import not_
 
 from tiered_kv.connector.books import Books
+from tiered_kv.connector.leaving import Leaving
 from tiered_kv.connector.messages import FailedBlock
 from tiered_kv.connector.requests import Care
 from tiered_kv.connector.uses import note_store
@@ -54,8 +55,7 @@ class Stores:
         """Until when so many blocks are kept, as requests had it; a heap."""
         self._cared: dict[BlockKey, Care] = {}
         """Blocks of `storing` that are kept, or leave, in their own time."""
-        self._leaving: list[tuple[float, int, tuple[BlockKey, ...]]] = []
-        """When blocks leave; a heap."""
+        self._leaving = Leaving()
         self._number = itertools.count()
         self._bad: set[BlockKey] = set()
         self._given: Mapping[BlockKey, SlotRef] = {}
@@ -113,8 +113,11 @@ class Stores:
             self._given = slots = given.slots
             evicted = given.evicted
             books.stats.evicted(host, len(evicted))
-            if missing > len(slots):
-                books.stats.dropped(host, DropReason.SLOTS, missing - len(slots))
+            if given.refused:
+                books.stats.dropped(host, DropReason.NOT_ADMITTED, given.refused)
+            if missing > len(slots) + given.refused:
+                without = missing - len(slots) - given.refused
+                books.stats.dropped(host, DropReason.SLOTS, without)
             first = CpuSpec(tuple(slots.values()))
             if len(slots) < len(wanted):
                 stored = [
@@ -213,17 +216,16 @@ class Stores:
                     until = now + care.keep
                     catalog.lease(chosen, f"kept:{next(self._number)}", until)
                     heapq.heappush(self._kept, (until, len(chosen)))
-            if care.ttl is not None:
-                entry = (now + care.ttl, next(self._number), tuple(blocks))
-                heapq.heappush(self._leaving, entry)
+            if catalog is not None and care.ttl is not None:
+                there = ((key, slot) for key in blocks if (slot := catalog.slot(key)) is not None)
+                self._leaving.note(there, now + care.ttl)
 
     def _let_go(self) -> None:
         """Drop the blocks whose time is over."""
-        now = self._books.clock()
-        while self._leaving and self._leaving[0][0] <= now:
-            blocks = heapq.heappop(self._leaving)[2]
-            if self._books.catalog is not None:
-                self._books.catalog.drop(blocks)
+        catalog = self._books.catalog
+        due = self._leaving.due(self._books.clock())
+        if catalog is not None and due:
+            catalog.drop([key for key, slot in due if catalog.slot(key) == slot])
 
     @property
     def kept(self) -> int:

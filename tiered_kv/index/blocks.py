@@ -15,7 +15,6 @@ Databases of the environment (numbers are big-endian, so that they sort):
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -93,8 +92,9 @@ class BlockIndex:
         self._classes = SlotClasses(environment, self._counters)
         self._places = Places(environment, self._order, self._counters, scoring or Recency())
         self._touched = Touched()
-        self._pending = threading.Lock()
         self._damaged: set[FullKey] = set()
+        self._settled: tuple[Transaction | None, set[FullKey]] = None, set()
+        """Of these, those that are no more when this transaction is committed."""
         if environment.writable and listed:
             self._introduce()
 
@@ -242,9 +242,7 @@ class BlockIndex:
             _, added = cursor.putmulti(items, overwrite=False)
         if added < len(items):
             freed += self._give_in(txn, given)
-        with self._pending:
-            if self._damaged:
-                self._damaged.difference_update(given)
+        self._trust(txn, given)
         self._count_in(txn, given)
         self._log.trim(txn)
         return freed
@@ -383,10 +381,20 @@ class BlockIndex:
 
     def _settle(self, txn: Transaction) -> list[Row]:
         """Before a change: write what `touch` batched, drop what was found damaged."""
-        with self._pending:
-            damaged, self._damaged = self._damaged, set()
+        settled = self._settled[1] if self._settled[0] is txn else ()
+        damaged = self._damaged.difference(settled)
+        self._trust(txn, damaged)
         self._places.used(txn, self._touched.take())
         return self._remove(txn, damaged)
+
+    def _trust(self, txn: Transaction, keys: Iterable[FullKey]) -> None:
+        """These keys' rows are gone, or sound, once the transaction is committed."""
+        if self._damaged:
+            if self._settled[0] is not txn:
+                self._settled = txn, set()
+                forget = partial(self._damaged.difference_update, self._settled[1])
+                self._environment.after_commit.append(forget)
+            self._settled[1].update(keys)
 
     def oldest(self, txn: Transaction, slot_class: int, count: int) -> list[FullKey]:
         """At most `count` blocks of a class, least recently used first (write transaction)."""

@@ -151,9 +151,9 @@ class Environment:
         durability: Durability,
     ) -> None:
         """Not for callers: use `open`."""
-        self.path = path
-        self.tier = tier
-        self.writable = writable
+        self.path, self.tier, self.writable = path, tier, writable
+        self.after_commit: list[Callable[[], None]] = []
+        """Called when the write transaction that runs is committed; forgotten if it is not."""
         self._kind = kind
         self._durability: Durability = durability
         self._pid = os.getpid()
@@ -297,8 +297,11 @@ class Environment:
                     self._witness.begins()
                 yield txn
                 txn.commit()
+                for call in self.after_commit:
+                    call()
             finally:
                 txn.abort()  # does nothing after a commit
+                self.after_commit.clear()
                 if self._witness is not None:  # none in a child that was forked meanwhile
                     self._witness.ended()
                 self._gate.leave()
@@ -311,9 +314,8 @@ class Environment:
         for last in (False, True):
             self._enter()
             try:
-                if buffers:
-                    return self._lmdb.begin(write=write, buffers=True)
-                return self._lmdb.begin(write=write)
+                begin = self._lmdb.begin
+                return begin(write=write, buffers=True) if buffers else begin(write=write)
             except lmdb.MapResizedError:
                 self._gate.leave()
                 if last:

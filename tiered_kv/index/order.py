@@ -24,7 +24,8 @@ KEPT = 1 << 63
 
 _NAME = struct.Struct(">IQQ")
 _LENGTH = struct.Struct(">H")
-_CLASS_BYTES = 4
+_CLASS_BYTES, _TICK_BYTES = 4, 8
+_LAST_CLASS = 2 ** (8 * _CLASS_BYTES) - 1
 _GROUP_BYTES = 4_000
 """Of the keys in one record: it fills a page of its own. Of smaller ones that come in order, LMDB
 leaves pages half empty."""
@@ -36,9 +37,8 @@ def name_of(record: BlockRecord) -> bytes:
 
 
 def tick_of(name: bytes) -> int:
-    """The tick of the blocks in a record of `order`."""
-    tick: int = _NAME.unpack(name)[1]
-    return tick
+    """The tick of the blocks in a record of `order`; something, where its name is damaged."""
+    return int.from_bytes(name[_CLASS_BYTES : _CLASS_BYTES + _TICK_BYTES], "big")
 
 
 class Order:
@@ -124,8 +124,12 @@ class Order:
         with txn.cursor(self._records) as cursor:
             more = cursor.first()
             while more:
-                found.append(int.from_bytes(cursor.key()[:_CLASS_BYTES], "big"))
-                more = cursor.set_range((found[-1] + 1).to_bytes(_CLASS_BYTES, "big"))
+                # Filled up where a damaged name is shorter, so that the next one is behind it.
+                name = cursor.key()[:_CLASS_BYTES].ljust(_CLASS_BYTES, b"\0")
+                found.append(int.from_bytes(name, "big"))
+                more = found[-1] < _LAST_CLASS and cursor.set_range(
+                    (found[-1] + 1).to_bytes(_CLASS_BYTES, "big")
+                )
         return found
 
     def portion(

@@ -211,6 +211,7 @@ class HostCatalog:
             certain = max((n for n, key in enumerate(fresh, 1) if key in forced), default=0)
         evicted: list[BlockKey] = []
         slots: dict[BlockKey, SlotRef] = {}
+        refused = 0
         free, known, policy = self._free, self._keys, self._policy
         leaving: Iterator[Use] | None = None
         for position, key in enumerate(fresh):
@@ -219,6 +220,7 @@ class HostCatalog:
             if promotion and before is not None and not before.ready:
                 before = None  # where that does not come, another tier may have it
             if position >= certain and before is None and parent is not None:
+                refused = len(fresh) - position
                 break
             if not free:
                 if leaving is None:
@@ -227,11 +229,12 @@ class HostCatalog:
                 if victim is None:
                     break
                 if position >= certain and not policy.admits(key, victim.key):
+                    refused = len(fresh) - position
                     break
                 evicted.append(victim.key)
                 self._forget(victim)
             slots[key] = self._take(key, ranks, before, promotion, priority)
-        return Allocation(slots, tuple(evicted))
+        return Allocation(slots, tuple(evicted), refused)
 
     def _leaving(self, keep: Mapping[BlockKey, None], priority: int) -> Iterator[Use]:
         """Blocks that may go, in order; each has gone when the next one is asked for."""
@@ -394,10 +397,7 @@ class HostCatalog:
             "known and orphaned slots": (len(self._keys) + self._orphaned, len(uses)),
             "orphaned": (self._orphaned, sum(use.forgotten for use in uses)),
             "pinned": (self._pinned, sum(use.pins > 0 for use in uses)),
-            "held": (
-                self._held,
-                sum(bool(use.holders) and (use.ready or use.forgotten) for use in uses),
-            ),
+            "held": (self._held, sum(bool(u.holders) and (u.ready or u.forgotten) for u in uses)),
             "of stores": (
                 self._unreleased[False],
                 sum(bool(u.holders) and not u.promotion for u in uses),

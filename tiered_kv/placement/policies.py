@@ -3,14 +3,19 @@ under the entry-point group `tiered_kv.policies`."""
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
+from tiered_kv.announced import (
+    NAME,
+    by_name,
+    call_problems,
+    descriptor_problems,
+    load_descriptor,
+)
 from tiered_kv.contracts import API_VERSION, Policy, Recency, Scoring
-from tiered_kv.errors import ConfigError, PluginError
+from tiered_kv.errors import ConfigError
 from tiered_kv.placement.arc import ArcPolicy
 from tiered_kv.placement.lru import LruPolicy
 from tiered_kv.placement.prefix import PrefixPolicy
@@ -26,8 +31,6 @@ DEFAULT_POLICY = "prefix"
 
 STORE_HALF_LIFE = 600.0
 """Seconds after which a use counts half in a store, where no half-life is given."""
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 BUILT_IN: Mapping[str, Policy] = {
     policy.name: policy
@@ -98,7 +101,15 @@ class Policies:
                 f"{where}: there is no eviction policy {name!r}; {hint}"
                 f"installed are {', '.join(self.names())}"
             )
-        return _load(name, entries)
+        return load_descriptor(
+            "eviction policy",
+            name,
+            entries,
+            Policy,
+            _problems,
+            others=("tiered-kv itself",) if name in BUILT_IN else (),
+            remedy="uninstall or rename",
+        )
 
     def scoring(self, name: str, half_life: float | None, where: str) -> Scoring:
         """The scoring by which a policy orders a store; for the arguments see `get`.
@@ -118,9 +129,7 @@ class Policies:
 
     def _entries(self) -> dict[str, list[EntryPoint]]:
         if self._found is None:
-            self._found = {}
-            for entry in self._discover():
-                self._found.setdefault(entry.name, []).append(entry)
+            self._found = by_name(self._discover())
         return self._found
 
 
@@ -128,57 +137,13 @@ def _installed() -> Iterable[EntryPoint]:
     return entry_points(group=GROUP)
 
 
-def _claim(entry: EntryPoint) -> str:
-    return f"{entry.dist.name if entry.dist else 'unknown'} ({entry.value})"
-
-
-def _load(name: str, entries: list[EntryPoint]) -> Policy:
-    claims = [_claim(entry) for entry in entries]
-    if name in BUILT_IN:
-        claims.insert(0, "tiered-kv itself")
-    if len(claims) > 1:
-        raise PluginError(
-            f"eviction policy {name!r} is claimed by {' and '.join(claims)}; uninstall or rename "
-            "one of them"
-        )
-    origin = f"eviction policy {name!r} of {claims[0]}"
-    try:
-        loaded: object = entries[0].load()
-    except Exception as error:  # importing foreign code may raise anything
-        raise PluginError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not isinstance(loaded, Policy):
-        raise PluginError(
-            f"{origin} is a {type(loaded).__qualname__}; expected a tiered_kv.contracts.Policy"
-        )
-    for problem in _shape_problems(name, loaded):
-        raise PluginError(f"{origin} {problem}")
-    return loaded
-
-
-def _shape_problems(name: str, loaded: Policy) -> Iterable[str]:
+def _problems(name: str, loaded: Policy) -> Iterable[str]:
     """What is wrong with a descriptor, gravest first."""
-    if loaded.api_version != API_VERSION:
-        older = "the package" if loaded.api_version < API_VERSION else "tiered-kv"
-        yield (
-            f"was made for API version {loaded.api_version}; this tiered-kv has API version "
-            f"{API_VERSION}; update {older}"
-        )
-    if loaded.name != name:
-        yield f"calls itself {loaded.name!r}; entry point and policy must have one name"
-    if not _NAME.fullmatch(name):
+    yield from descriptor_problems("policy", name, loaded)
+    if not NAME.fullmatch(name):
         yield "has a name that no policy may have: a-z, 0-9, _ and -"
-    for field, given, expected in (
-        ("make", loaded.make, "make(context: PolicyContext) -> EvictionPolicy"),
-        ("scoring", loaded.scoring, "scoring(half_life: float | None) -> Scoring"),
-    ):
-        if given is None and field == "scoring":
-            continue
-        if not callable(given):
-            yield f"has a {field} that cannot be called; expected {expected}"
-            continue
-        try:
-            inspect.signature(given).bind(None)
-        except TypeError:
-            yield f"has {field}{inspect.signature(given)}; expected {expected}"
-        except ValueError:  # some built-in callables have no signature
-            continue
+    expected = "make(context: PolicyContext) -> EvictionPolicy"
+    yield from call_problems("make", loaded.make, (None,), expected)
+    if loaded.scoring is not None:
+        expected = "scoring(half_life: float | None) -> Scoring"
+        yield from call_problems("scoring", loaded.scoring, (None,), expected)

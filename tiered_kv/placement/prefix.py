@@ -172,11 +172,12 @@ class PrefixPolicy(Generic[K]):
             kind = bisect_right(USES, count) * (len(NEW) + 1) + fresh
         run = _Run(keys, kind, self._now, count)
         self._runs.update(dict.fromkeys(keys, run))
-        if old is not None and old in self._held:
+        if old is not None and not old.left:
+            self._displace(old)
+            old.keys, old.here = (), []  # it stays in the history for a while
+        elif old is not None and old in self._held:
             self._displace(old)
             self._place(old)
-        if old is not None and not old.left:
-            old.keys = ()  # it stays in the history for a while
         self._table.came(kind, 0, len(keys))
         self._history.append(run)
         self._aging[0].append(run)

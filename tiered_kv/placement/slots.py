@@ -33,6 +33,9 @@ class Allocation:
     """The keys that got a slot, in the order in which they were given."""
     evicted: tuple[BlockKey, ...]
     """Keys that had to go."""
+    refused: int = 0
+    """How many keys got none since the policy does not find them worth it; of others, there was
+    none to be had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,9 @@ class DropReason(StrEnum):
     """The tier has more to write than it can in `limits.store_queue_time`."""
     SLOTS = "slots"
     """Write-behind holds as many host slots as it may; or the host tier had none to give."""
+    NOT_ADMITTED = "not_admitted"
+    """The host tier's policy holds it for worth less than what would go for it, or the block before
+    it is not there."""
     SHARE = "share"
     """It waited for a tier that is behind, and its place was given to another tier's."""
     STAGING = "staging"
