@@ -11,6 +11,7 @@ requests; a last block that is partly filled counts with its own length.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--block-tokens", type=int, default=512)
     parser.add_argument("--first", type=float, default=1.0, help="share of the trace to play")
     chosen = parser.parse_args(arguments)
+    gc.disable()  # as `tiered-kv plan` does where it replays
     trace = read_trace(chosen.trace)
     trace = trace[: int(len(trace) * chosen.first)]
     print("| policy | " + " | ".join(f"{n:,}" for n in chosen.capacities) + " | blocks/s |")
