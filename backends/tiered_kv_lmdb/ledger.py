@@ -28,6 +28,7 @@ _NUMBER = struct.Struct(">Q")
 _RUN = struct.Struct(">QIQ")
 _MOST_TOGETHER = 2**20
 """Numbers in a run. One that says more is damaged: whoever went through it would not come back."""
+_NUMBERS = 1 << (8 * NUMBER_BYTES)
 
 packed = _NUMBER.pack
 """A number as the ledger, the rows and the values name it."""
@@ -169,7 +170,7 @@ class Ledger:
         return [
             number
             for owner, runs in records
-            if not Owner.unpack(owner).alive()
+            if len(owner) < Owner.PACKED_BYTES or not Owner.unpack(owner).alive()
             for run in runs
             for number in run.all()
         ]
@@ -212,7 +213,10 @@ def _joined(rooms: Iterable[tuple[int, int]]) -> bytes:
 def _runs(data: bytes) -> list[Run]:
     """The runs of a record, but for those that can't have been written. Their values, if there are
     any, are values that nothing names, for `verify --repair` to delete."""
-    return [run for run in map(Run._make, _RUN.iter_unpack(data)) if 0 < run.size <= _MOST_TOGETHER]
+    if len(data) % _RUN.size:
+        return []
+    runs = map(Run._make, _RUN.iter_unpack(data))
+    return [run for run in runs if 0 < run.size <= _MOST_TOGETHER and run.end <= _NUMBERS]
 
 
 def _parted(data: bytes) -> tuple[bytes, list[Run]]:

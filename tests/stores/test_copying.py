@@ -102,8 +102,9 @@ def test_what_is_damaged_is_left_out(tiers: Tiers) -> None:
         assert key(2) not in order(targets[0])
 
 
+@pytest.mark.parametrize("batch_bytes", [WHOLE, 4 * WHOLE, 9 * WHOLE])
 def test_nothing_that_was_copied_is_evicted_for_what_is_used_less(
-    tmp_path: Path,
+    tmp_path: Path, batch_bytes: int
 ) -> None:
     for kind in KINDS:
         (tmp_path / kind).mkdir()
@@ -119,7 +120,7 @@ def test_nothing_that_was_copied_is_evicted_for_what_is_used_less(
                     targets,
                     most_used_first(sources[0]),
                     block_bytes=BLOCK_BYTES,
-                    batch_bytes=4 * WHOLE,
+                    batch_bytes=batch_bytes,
                 )
         print(f"{kind}: {done}")
         assert small.is_dir()
@@ -127,10 +128,8 @@ def test_nothing_that_was_copied_is_evicted_for_what_is_used_less(
         assert 10 < done.blocks < 100
         with ranks(tight, "b") as targets:
             held = order(targets[0])
-        # What the last batch drove out before it was noticed was of the least used.
-        assert len(set(expected[: done.blocks]) - set(held)) <= 8
-        kept = len(held) * 2 // 3
-        assert held[:kept] == expected[:kept]
+        assert done.blocks - 20 <= len(held) <= done.blocks
+        assert held == expected[: len(held)]
 
 
 def test_the_pace_hears_of_all_bytes(tiers: Tiers) -> None:

@@ -87,3 +87,30 @@ def test_a_run_longer_than_any_that_was_written_is_passed_over(tmp_path: Path, l
         ledger = Ledger(environment, "pins")
         with environment.read() as txn:
             assert ledger.freed_values(txn) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("freed", b"1234567"),
+        ("reserved", b"12"),
+        ("reserved", DEAD + b"1234567"),
+        ("freed", packed(2**64 - 1) + (5).to_bytes(4, "big") + packed(ROOM)),
+        ("reserved", DEAD + packed(2**64 - 1) + (5).to_bytes(4, "big") + packed(ROOM)),
+    ],
+)
+def test_a_record_that_cannot_be_read_keeps_no_store_from_opening(
+    tmp_path: Path, name: str, record: bytes
+) -> None:
+    arguments = StoreArguments(tmp_path / "tier")
+    store = open_lmdb(arguments)
+    put(store, range(8))
+    store.close()
+    with index(arguments.path) as environment:
+        database = environment.database(name)
+        with environment.write() as txn:
+            txn.put(packed(2**40), record, db=database)
+    store = open_lmdb(arguments)
+    put(store, range(8, 12))
+    assert_held(store, range(12))
+    store.close()

@@ -23,9 +23,6 @@ __all__ = ["import_archive"]
 
 PIPE = "-"
 
-_BATCHES = 16
-"""A batch is at most this part of the tier."""
-
 File = Annotated[
     str,
     typer.Argument(metavar="FILE", help="What `export` wrote, or - for stdin.", show_default=False),
@@ -110,7 +107,7 @@ def _import(
 ) -> tuple[Imported, int]:
     from tiered_kv.cli.progress import Progress
     from tiered_kv.cli.warm_copy import paced
-    from tiered_kv.upkeep import MOVE_BATCH_BYTES, import_blocks
+    from tiered_kv.upkeep import batch_into, import_blocks
 
     opened: dict[int, BlockStore] = {}
     with ExitStack() as stack:
@@ -125,7 +122,7 @@ def _import(
         done = import_blocks(
             reader,
             store_of,
-            batch_bytes=max(1, min(MOVE_BATCH_BYTES, target.settings.capacity // _BATCHES)),
+            batch_bytes=batch_into(target.settings.capacity),
             progress=lambda parts: progress.advance(parts, f"tier {target.name}"),
             pace=paced(rate),
         )

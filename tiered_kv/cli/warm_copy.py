@@ -17,7 +17,7 @@ from tiered_kv.cli.acceptance import accept
 from tiered_kv.cli.output import FAILED, bytes_text, print_json, warn
 from tiered_kv.cli.tending import StoreTier, chosen, store_tiers
 from tiered_kv.cli.warm_deployment import tiers_to_warm
-from tiered_kv.cli.warm_keep import Keeping, Kept, keep, kept_text, require_keeping
+from tiered_kv.cli.warm_keep import Keeping, Kept, keep, kept_text, require_keeper, require_keeping
 from tiered_kv.cli.warming import duration_text
 from tiered_kv.errors import ConfigError, reason_in
 
@@ -124,7 +124,7 @@ def _copy(
     job: Copying, source: StoreTier, stored: StoredNamespace, targets: Sequence[StoreTier]
 ) -> tuple[dict[str, Copied], dict[str, Kept]]:
     from tiered_kv.cli.progress import Progress
-    from tiered_kv.upkeep import copy_blocks, most_used_first
+    from tiered_kv.upkeep import batch_into, copy_blocks, most_used_first
 
     ranks = range(stored.geometry.world_size)
     done: dict[str, Copied] = {}
@@ -137,6 +137,8 @@ def _copy(
                 into = {
                     r: stack.enter_context(target.store(stored, r, writable=True)) for r in ranks
                 }
+                if job.keeping is not None:
+                    require_keeper(into[0], target)
                 keys = list(most_used_first(sources[0]))
                 done[target.name] = copy_blocks(
                     sources,
@@ -144,6 +146,7 @@ def _copy(
                     keys,
                     block_bytes=max(group.block_bytes for group in stored.geometry.groups),
                     most_bytes=job.most_bytes,
+                    batch_bytes=batch_into(target.settings.capacity),
                     pace=paced(job.rate),
                     progress=_advancing(progress, target.name, stored.blocks),
                 )

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from tiered_kv.contracts import BlockStore, KeepsBlocks, StoredNamespace
     from tiered_kv.values import BlockKey, CacheGeometry
 
-__all__ = ["Keeping", "Kept", "keep", "keep_stored", "kept_text", "require_keeping"]
+__all__ = [
+    "Keeping",
+    "Kept",
+    "keep",
+    "keep_stored",
+    "kept_text",
+    "require_keeper",
+    "require_keeping",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ def require_keeping(tiers: Iterable[StoreTier]) -> None:
     for tier in tiers:
         for stored in tier.namespaces()[:1]:
             with tier.store(stored, 0) as store:
-                _keeper(store, tier)
+                require_keeper(store, tier)
 
 
 def keep(
@@ -66,13 +74,18 @@ def keep(
         ConfigError: a store of this kind keeps none.
         TierError: the store does not work.
     """
-    keeper = _keeper(store, tier)
+    keeper = require_keeper(store, tier)
     block_bytes = max(group.block_bytes for group in geometry.groups) * geometry.world_size
     most = int(keeping.share * int(tier.settings.capacity) / block_bytes)
     return Kept(keeper.keep(keys, keeping.seconds, most), len(keys), most, keeping)
 
 
-def _keeper(store: BlockStore, tier: StoreTier) -> KeepsBlocks:
+def require_keeper(store: BlockStore, tier: StoreTier) -> KeepsBlocks:
+    """An open store of a tier as one that keeps blocks.
+
+    Raises:
+        ConfigError: stores of this kind keep none.
+    """
     from tiered_kv.contracts import KeepsBlocks
 
     if not isinstance(store, KeepsBlocks):

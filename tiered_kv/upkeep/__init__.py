@@ -11,9 +11,9 @@ from tiered_kv.upkeep.archive import (
 )
 from tiered_kv.upkeep.copying import Copied, copy_blocks
 from tiered_kv.upkeep.moving import (
-    MOVE_BATCH_BYTES,
     Exported,
     Imported,
+    batch_into,
     export_blocks,
     import_blocks,
 )
@@ -32,7 +32,6 @@ from tiered_kv.upkeep.verifying import VERIFY_BATCH_BYTES, Verified, verify
 
 __all__ = [
     "ARCHIVE_VERSION",
-    "MOVE_BATCH_BYTES",
     "VERIFY_BATCH_BYTES",
     "ArchiveContents",
     "ArchiveReader",
@@ -48,6 +47,7 @@ __all__ = [
     "Scrubber",
     "Verified",
     "WritableStream",
+    "batch_into",
     "copy_blocks",
     "differences",
     "export_blocks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -55,8 +56,9 @@ def copy_blocks(
     all ranks; those that are there are skipped. In the end they are marked as used in the order of
     `keys`, the first as the most recently used, so that the target evicts as the source would.
 
-    Ends when the target has no room, or evicts for it: what it holds is used, too, and what was
-    copied first would go first. Can be interrupted at any moment and begun again.
+    Ends when the target has no room, or evicts for it: what it holds is used, too. Where copied
+    blocks were evicted, they are copied once more, for those used least. Can be interrupted at any
+    moment and begun again.
 
     Blocks; takes memory of `batch_bytes`, at least one block of every rank.
 
@@ -107,10 +109,11 @@ class _Copy:
         done = self._done
         first = next(iter(self._targets.values()))
         evicted = self._evicted()
-        batches = read_whole(
-            sources, self._absent(keys), block_bytes=block_bytes, batch_bytes=batch_bytes
-        )
-        for batch in batches:
+
+        def read(keys: Iterable[BlockKey]) -> Iterator[list[WholeBlock]]:
+            return read_whole(sources, keys, block_bytes=block_bytes, batch_bytes=batch_bytes)
+
+        for batch in read(self._absent(keys, block_bytes * len(sources))):
             wanted = self._wanted(batch)
             self._order.mark_when_grown(first)
             try:
@@ -124,17 +127,22 @@ class _Copy:
                 break
             self._pace(sum(block.nbytes for block in batch))
         self._order.mark(first)
+        if done.full:
+            with suppress(NoSpace):
+                for batch in read(self._order.lost(first)):
+                    self._write([block for block in batch if block.flaw is None])
+            self._order.mark(first)
         return done
 
-    def _absent(self, keys: Iterable[BlockKey]) -> Iterator[BlockKey]:
-        """Those that the target lacks."""
+    def _absent(self, keys: Iterable[BlockKey], nbytes: int) -> Iterator[BlockKey]:
+        """Those that the target lacks; the others are taken for blocks of `nbytes`."""
         waiting = iter(keys)
         first = next(iter(self._targets.values()))
         while some := list(islice(waiting, _ASKED_TOGETHER)):
             for key, there in zip(some, first.contains(some), strict=True):
                 if there:
                     self._done.present += 1
-                    self._order.note(key)
+                    self._order.note(key, nbytes, fresh=False)
                     self._progress(1)
                 else:
                     yield key
@@ -159,6 +167,13 @@ class _Copy:
         return wanted
 
     def _store(self, blocks: list[WholeBlock]) -> None:
+        self._write(blocks)
+        for block in blocks:
+            self._order.note(block.key, block.nbytes, fresh=True)
+        self._done.blocks += len(blocks)
+        self._done.bytes += sum(block.nbytes for block in blocks)
+
+    def _write(self, blocks: list[WholeBlock]) -> None:
         for rank, store in self._targets.items():
             parts = [part for block in blocks for part in block.parts if part.rank == rank]
             new = [
@@ -178,10 +193,6 @@ class _Copy:
             except BaseException:
                 store.abandon(mine)
                 raise
-        for block in blocks:
-            self._order.note(block.key)
-        self._done.blocks += len(blocks)
-        self._done.bytes += sum(block.nbytes for block in blocks)
 
     def _evicted(self) -> int:
         return sum(store.stat().evicted_blocks for store in self._targets.values())

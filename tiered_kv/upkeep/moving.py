@@ -17,12 +17,22 @@ __all__ = [
     "Exported",
     "Imported",
     "Progress",
+    "batch_into",
     "export_blocks",
     "import_blocks",
 ]
 
 MOVE_BATCH_BYTES = 8 * 2**20
 """About how much is moved at once, all ranks together."""
+
+_BATCHES = 64
+
+
+def batch_into(capacity: int) -> int:
+    """How many bytes are to be moved at once into a tier of so many bytes: what it evicts for a
+    batch is noticed afterwards."""
+    return max(1, min(MOVE_BATCH_BYTES, capacity // _BATCHES))
+
 
 Progress = Callable[[int], None]
 """Called with the number of parts (a block of one rank each) that are done since the last call."""
@@ -199,33 +209,53 @@ class _Importing:
             self._progress(1)
 
     def _store(self) -> None:
-        """Store what was gathered, as far as there is room."""
-        for rank in dict.fromkeys(rank for rank, _ in self._batch):
+        """Store what was gathered, as far as there is room, and notice if earlier blocks of the
+        archive went for it."""
+        ranks = dict.fromkeys(rank for rank, _ in self._batch)
+        stores = {rank: self._store_of(rank) for rank in ranks}
+        for rank, store in stores.items():
+            self._order.setdefault(rank, OrderOfUse()).mark_when_grown(store)
+        leaving = self._goes_first()
+        before = self._evicted(stores)
+        for rank, store in stores.items():
             mine = [entry for (of, _), entry in self._batch.items() if of == rank]
             try:
-                self._put_noticing(rank, mine)
+                self._put_all(store, rank, mine)
             except NoSpace as error:
                 self._done.full = str(error)
-            if self._done.full:
                 break
         self._batch.clear()
         self._memory.clear()
+        evicted = self._evicted(stores) - before
+        if evicted and leaving and not self._done.full and not self._is_there(*leaving):
+            self._done.full = f"it evicted {evicted} blocks, of the same file, for the last ones"
 
-    def _put_noticing(self, rank: int, entries: list[tuple[NewBlock, memoryview]]) -> None:
-        """Store parts of one rank, and notice if earlier blocks of the archive went for it."""
-        store, order = self._store_of(rank), self._order.setdefault(rank, OrderOfUse())
-        order.mark_when_grown(store)
-        next_to_go = [key for key in [order.goes_first()] if key is not None]
-        there, evicted = store.contains(next_to_go), store.stat().evicted_blocks
+    def _goes_first(self) -> tuple[int, BlockKey] | None:
+        """Which of the stored blocks is evicted first, and a rank; None where it cannot be told,
+        since a block is there with the parts of all ranks only."""
+        contents = self._reader.contents
+        rank = next(iter(self._order), 0)
+        key = self._order[rank].goes_first() if self._order else None
+        if key is None or len(contents.ranks) < contents.geometry.world_size:
+            return None
+        return rank, key
+
+    def _is_there(self, rank: int, key: BlockKey) -> bool:
+        return all(self._store_of(rank).contains([key]))
+
+    @staticmethod
+    def _evicted(stores: Mapping[int, BlockStore]) -> int:
+        return sum(store.stat().evicted_blocks for store in stores.values())
+
+    def _put_all(
+        self, store: BlockStore, rank: int, entries: list[tuple[NewBlock, memoryview]]
+    ) -> None:
         try:
             self._put(store, rank, entries)
         except NoSpace:
             # The batch as a whole; part of it may fit.
             for entry in entries:
                 self._put(store, rank, [entry])
-        evicted = store.stat().evicted_blocks - evicted
-        if evicted and there != store.contains(next_to_go):
-            self._done.full = f"it evicted {evicted} blocks, of the same file, for the last ones"
 
     def _put(
         self, store: BlockStore, rank: int, entries: list[tuple[NewBlock, memoryview]]
@@ -243,8 +273,10 @@ class _Importing:
         except BaseException:
             store.abandon(mine)
             raise
-        for block, _ in entries:
-            self._order[rank].note(block.key)
+        ranks = len(self._reader.contents.ranks)
+        for (block, _), place in zip(entries, places, strict=True):
+            nbytes = block.checksum.length * ranks
+            self._order[rank].note(block.key, nbytes, fresh=place is not None)
         self._done.parts += len(new)
         self._done.bytes += sum(data.nbytes for _, data in new)
         self._done.present += len(entries) - len(new)

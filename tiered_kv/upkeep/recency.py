@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from tiered_kv.contracts import BlockStore, RanksByUse
@@ -12,8 +13,9 @@ __all__ = ["OrderOfUse", "most_used_first"]
 _TOGETHER = 1024
 _MOST_TOUCHED = 65_536
 """Blocks whose order is given to a store that takes uses alone: it remembers no more at once."""
-_GROWN = 4
-"""Marked anew when a quarter has come besides, so that each block is marked some five times."""
+_GROWN, _GROWN_FULL = 4, 64
+"""Marked anew when a quarter has come besides, so that each block is marked some five times; where
+the tier may be full of them soon, when a 64th has."""
 
 
 def most_used_first(store: BlockStore) -> Iterator[BlockKey]:
@@ -28,15 +30,38 @@ class OrderOfUse:
     def __init__(self) -> None:
         self._keys: list[BlockKey] = []
         self._marked = 0
+        self._bytes = 0
+        self._fresh: list[int] = []
+        """Places of those that were stored."""
 
-    def note(self, key: BlockKey) -> None:
-        """The next one, which was used less than all before."""
+    def note(self, key: BlockKey, nbytes: int, *, fresh: bool) -> None:
+        """The next one, which was used less than all before, with its bytes of all ranks; `fresh`:
+        it was not there."""
+        if fresh:
+            self._fresh.append(len(self._keys))
         self._keys.append(key)
+        self._bytes += nbytes
 
     def goes_first(self) -> BlockKey | None:
-        """Which of them the store evicts first as long as nobody uses them; None without any."""
-        unmarked = self._keys[self._marked : self._marked + 1]
-        return next(iter(unmarked or self._keys[-1:]), None)
+        """Which of those that were stored the store evicts first as long as nobody uses them; None
+        without any. One that was there before may be kept (`KeepsBlocks`)."""
+        if not self._fresh:
+            return None
+        first = bisect_left(self._fresh, self._marked)
+        return self._keys[self._fresh[min(first, len(self._fresh) - 1)]]
+
+    def lost(self, store: BlockStore) -> list[BlockKey]:
+        """Those that are not there any more.
+
+        Raises:
+            TierError: the store does not work.
+        """
+        lost: list[BlockKey] = []
+        for start in range(0, len(self._keys), _TOGETHER):
+            some = self._keys[start : start + _TOGETHER]
+            there = store.contains(some)
+            lost += [key for key, is_there in zip(some, there, strict=True) if not is_there]
+        return lost
 
     def mark_when_grown(self, store: BlockStore) -> None:
         """Mark those that came since, if they are many beside the others: what the store evicts
@@ -45,7 +70,9 @@ class OrderOfUse:
         Raises:
             TierError: the store does not work.
         """
-        if (len(self._keys) - self._marked) * _GROWN >= self._marked:
+        full_soon = 2 * self._bytes > store.stat().capacity_bytes
+        times = _GROWN_FULL if full_soon else _GROWN
+        if (len(self._keys) - self._marked) * times >= self._marked:
             self.mark(store)
 
     def mark(self, store: BlockStore) -> None:
@@ -56,8 +83,6 @@ class OrderOfUse:
         Raises:
             TierError: the store does not work.
         """
-        if self._marked == len(self._keys):
-            return
         if isinstance(store, RanksByUse):
             store.arrange(self._keys)
         else:
