@@ -106,7 +106,9 @@ def load_descriptor(
 
 def descriptor_problems(noun: str, name: str, loaded: Descriptor) -> Iterator[str]:
     """What is wrong with the version and the name of a descriptor, gravest first."""
-    if loaded.api_version != API_VERSION:
+    if type(loaded.api_version) is not int:
+        yield f"has the API version {loaded.api_version!r}; expected a number, now {API_VERSION}"
+    elif loaded.api_version != API_VERSION:
         older = "the package" if loaded.api_version < API_VERSION else "tiered-kv"
         yield (
             f"was made for API version {loaded.api_version}; this tiered-kv has API version "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import re
@@ -16,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 import yaml
 
 from tests.command_line import Cli
 from tests.unit.simulation_rig import TWO_GROUPS, Stage, far, store_prompt, tokens
+from tiered_kv.cli.output_files import OutputFiles
 from tiered_kv.config import GIB, MIB, load
 from tiered_kv.connector.live import Answering
 from tiered_kv.errors import TraceError
@@ -941,7 +944,7 @@ UNWRITABLE = (
     ("--html", "{0}/dangling", "there is no directory {0}/gone"),
     ("--write-config", "{0}/nowhere/d.yaml", "there is no directory {0}/nowhere"),
     ("--write-config", "{0}/dangling", "is there already"),
-    ("--write-config", "{0}/plan.html", "is the file of --html, too"),
+    ("--write-config", "{0}/plan.html", "is read or written besides"),
 )
 
 
@@ -965,6 +968,40 @@ def test_a_page_that_is_there_stays_until_the_new_one_is_made(tmp_path: Path, cl
     html.write_text("the last one")
     assert cli("plan", "no-such-trace", *SHORT, "--html", html).code == 2
     assert html.read_text() == "the last one"
+
+
+def test_a_page_does_not_take_the_place_of_the_trace(
+    trace_file: Path, tmp_path: Path, cli: Cli
+) -> None:
+    before = trace_file.read_text()
+    link = tmp_path / "link"
+    link.symlink_to(trace_file)
+    for html in (trace_file, link):
+        refused = cli("plan", trace_file, *SHORT, "--html", html)
+        assert (refused.code, "is read or written besides" in refused.err) == (2, True)
+    assert trace_file.read_text() == before
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    def fail(file: Path) -> None:
+        file.write_text("the beginning of")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    old, new, link = tmp_path / "old", tmp_path / "new", tmp_path / "link"
+    old.write_text("as it was")
+    old.chmod(0o640)
+    link.symlink_to(old)
+    files = OutputFiles()
+    for file in (old, new, link):
+        files.write(file, fail)
+    files.write(old, lambda file: None, new=True)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "old"]
+    assert old.read_text() == "as it was"
+    with pytest.raises(typer.Exit):
+        files.finish()
+    OutputFiles().write(link, lambda file: file.write_text("whole"))
+    assert (old.read_text(), old.stat().st_mode & 0o777) == ("whole", 0o640)
+    assert link.is_symlink()
 
 
 def test_one_file_that_cannot_be_written_costs_no_other(

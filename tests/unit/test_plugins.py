@@ -209,6 +209,10 @@ def test_two_packages_that_claim_one_name_are_both_named(
             "API version 99; this tiered-kv has API version 1; update tiered-kv",
         ),
         ("backend = Backend(**PARTS | {'api_version': 0})", "update the package"),
+        (
+            "backend = Backend(**PARTS | {'api_version': '1'})",
+            "has the API version '1'; expected a number, now 1",
+        ),
         ("backend = Backend(**PARTS | {'name': 'tpae'})", "calls itself 'tpae'"),
         ("backend = Backend(**PARTS | {'spec': None})", "together, or none of them"),
         (

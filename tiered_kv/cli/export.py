@@ -178,7 +178,7 @@ def _target(file: str) -> Iterator[WritableStream]:
         with _translated(file), path.open("wb") as stream:
             yield stream
         return
-    if path.exists():
+    if os.path.lexists(path):
         raise ConfigError(f"{path} exists already; name a new file, or remove it")
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     problem: OSError | None = None

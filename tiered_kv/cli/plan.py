@@ -247,9 +247,7 @@ def plan(
         if number is not None and not math.isfinite(number):
             raise typer.BadParameter(f"{number} is no number to count with", param_hint=option)
     check_output(write_config, "--write-config", new=True)
-    check_output(html, "--html")
-    if html is not None and write_config is not None and html.resolve() == write_config.resolve():
-        raise typer.BadParameter("is the file of --html, too", param_hint="--write-config")
+    check_output(html, "--html", others=(trace, rates, write_config))
     path = _directory(path)
     settings = _settings_of(type_)
     policies = _policies(policy or [])
@@ -292,18 +290,13 @@ def plan(
         ssd_settings=settings,
     )
     files = OutputFiles()
-    files.write(write_config, lambda file: _write_new(file, deployment))
+    files.write(write_config, lambda file: file.write_text(deployment, encoding="utf-8"), new=True)
     files.write(html, lambda file: file.write_text(page(made, deployment), encoding="utf-8"))
     if as_json:
         print_json(plan_as_dict(made, deployment))
     else:
         print_plan(made, deployment)
     files.finish()
-
-
-def _write_new(file: Path, text: str) -> None:
-    with file.open("x", encoding="utf-8") as stream:
-        stream.write(text)
 
 
 def _directory(path: Path) -> Path:

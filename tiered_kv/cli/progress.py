@@ -26,7 +26,8 @@ _QUIET_SECONDS = 10.0
 class Progress:
     """A context manager; stages are printed once each, steps move the bar.
 
-    Inside the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does. Main thread only.
+    Inside the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does, and so does the end of the
+    terminal (SIGHUP) where it is not ignored, as by nohup. Main thread only.
     """
 
     def __init__(self, steps: int = 0) -> None:
@@ -51,7 +52,11 @@ class Progress:
 
     def __enter__(self) -> Self:
         # End as with Ctrl-C, so that neither engines nor directories stay behind.
-        self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        self._before = {
+            one: signal.signal(one, signal.default_int_handler)
+            for one in (signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(one) is not signal.SIG_IGN
+        }
         if self._live is not None:
             self._live.start()
         return self
@@ -64,7 +69,8 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        signal.signal(signal.SIGTERM, self._before)
+        for one, before in self._before.items():
+            signal.signal(one, before)
 
     def expect(self, steps: int) -> None:
         """Now it is known how many steps there will be."""
