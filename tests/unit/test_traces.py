@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +158,12 @@ ODD: list[Any] = [
 def test_every_kind_of_msgpack_value_ends_where_it_ends(tmp_path: Path) -> None:
     file = tmp_path / "t"
     file.write_bytes(b"".join(map(msgspec.msgpack.encode, ODD)))
-    found = [value for _, value in events_in(file)]
+    found = [value for _, value in events_in(file, file.read_bytes())]
     assert found == ODD
     for size in (1, 5, 30):
         file.write_bytes(msgspec.msgpack.encode(["x" * 40, {"y": 1.0}])[:-size])
         with pytest.raises(TraceError, match="cut off"):
-            list(events_in(file))
+            list(events_in(file, file.read_bytes()))
 
 
 # Bad ones: file and line, what was found, and what was expected
@@ -266,6 +268,44 @@ def test_blank_lines_and_a_mark_may_come_first(name: str, before: str, tmp_path:
     expected = read_trace(file)
     file.write_text(before + file.read_text(), encoding="utf-8")
     assert read_trace(file) == expected
+
+
+def published(events: list[list[Any]]) -> bytes:
+    return b"".join(map(msgspec.msgpack.encode, events))
+
+
+@pytest.mark.parametrize("name", [*FIRST, "msgpack"])
+def test_a_trace_may_come_through_a_pipe(name: str, tmp_path: Path) -> None:
+    file, pipe = tmp_path / "t", tmp_path / "pipe"
+    if name == "msgpack":
+        file.write_bytes(published(EVENTS))
+    else:
+        lines(file, FIRST[name])
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(file.read_bytes(),), daemon=True)
+    writer.start()
+    came = read_trace(pipe)
+    writer.join()
+    print(came)
+    assert replace(came, source=str(file)) == read_trace(file)
+
+
+def test_files_of_a_directory_without_a_first_line_are_left_out(tmp_path: Path) -> None:
+    header = json.dumps(HEADER).encode()
+    broken = {"1": b"", "2": header[:30], "3": header, "4": bytes(4096), "6": b"\n"}
+    broken["7"] = json.dumps(REQUEST).encode() + b"\n"
+    for name, text in broken.items():
+        (tmp_path / f"trace-{name}.jsonl").write_bytes(text)
+    with pytest.raises(TraceError, match="none of its files"):
+        read_trace(tmp_path)
+    lines(tmp_path / "trace-5.jsonl", [HEADER, REQUEST])
+    trace = read_trace(tmp_path)
+    print(*trace.notes, sep="\n")
+    assert len(trace.requests) == 1
+    assert len(trace.notes) == len(broken)
+    for name, note in zip(broken, trace.notes, strict=True):
+        assert note.startswith(f"{tmp_path}/trace-{name}.jsonl:")
+        assert "left out" in note
 
 
 def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:

@@ -128,11 +128,11 @@ class EventReader:
         return notes
 
 
-def events_in(file: Path) -> Iterator[tuple[str, Any]]:
+def events_in(file: Path, contents: bytes) -> Iterator[tuple[str, Any]]:
     """Place and contents of each batch of a file in msgpack.
 
     Raises:
-        TraceError: msgspec is not installed; the file cannot be read, or is no msgpack.
+        TraceError: msgspec is not installed; or it is no msgpack.
     """
     try:
         import msgspec  # noqa: PLC0415 - comes with vLLM, and is needed for this format alone
@@ -141,10 +141,7 @@ def events_in(file: Path) -> Iterator[tuple[str, Any]]:
             f"{file}: is no JSON, and to read msgpack the package msgspec is needed (vLLM brings "
             "it); install it, or give the events as JSON lines"
         ) from error
-    try:
-        data = memoryview(file.read_bytes())
-    except OSError as error:
-        raise TraceError(f"{file}: cannot be read: {error.strerror or error}") from error
+    data = memoryview(contents)
     at = number = 0
     while at < len(data):
         number += 1

@@ -14,10 +14,12 @@ import json
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tiered_kv.connector import TRACE_FORMAT, TRACE_VERSION, trace_files
 from tiered_kv.errors import TraceError
@@ -84,7 +86,8 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
     """Read a trace whole.
 
     Args:
-        path: a file; or the directory that an engine of ours recorded in.
+        path: a file, which may be a pipe; or the directory that an engine of ours recorded in,
+            whose files without a whole first line are left out with a note.
         block_tokens: tokens of a block, for a file in the Mooncake format whose blocks are not of
             512 tokens.
 
@@ -92,67 +95,114 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
         TraceError: there is none, or a line of it is none of a trace; file and line are named.
     """
     if path.is_dir():
-        files = trace_files(path)
-        if not files:
-            raise TraceError(
-                f"{path}: holds no trace; expected trace-*.jsonl, as an engine writes them whose "
-                "configuration has `trace`"
-            )
-    else:
-        files = [path]
-    number, head = next(_lines(files[0]), (1, b""))
-    if not head:
-        raise TraceError(f"{files[0]}:1: is empty; expected a trace")
-    if head[0] >= 0x80:
-        return _events(files[0], None)
-    if not head.lstrip().startswith((b"{", b"[")):
-        shown = head[:60].decode("utf-8", "replace").rstrip()
-        raise TraceError(f"{files[0]}:{number}: is neither JSON nor msgpack: {shown!r}")
-    first = _object(files[0], number, head)
-    if isinstance(first, list) or (isinstance(first, dict) and "events" in first):
-        return _events(files[0], _lines(files[0]))
-    if isinstance(first, dict) and first.get("format") == TRACE_FORMAT:
-        return _recorded(path, files)
-    if isinstance(first, dict) and "hash_ids" in first:
-        return _mooncake(files[0], block_tokens or MOONCAKE_BLOCK_TOKENS)
+        return _directory(path)
+    # Opened once, and read forward: it may be a pipe.
+    with _opened(path) as stream:
+        lines = _lines(stream)
+        number, head = next(lines, (1, b""))
+        if not head:
+            raise TraceError(f"{path}:1: is empty; expected a trace")
+        if head[0] >= 0x80:
+            return _events(path, events_in(path, head + stream.read()))
+        if not head.lstrip().startswith((b"{", b"[")):
+            raise TraceError(f"{path}:{number}: is neither JSON nor msgpack: {_shown(head)}")
+        first = _object(path, number, head)
+        lines = chain([(number, head)], lines)
+        if isinstance(first, list) or (isinstance(first, dict) and "events" in first):
+            return _events(path, _batches(path, lines))
+        if isinstance(first, dict) and first.get("format") == TRACE_FORMAT:
+            recorded = _Recorded()
+            recorded.take(path, lines)
+            return recorded.trace(path)
+        if isinstance(first, dict) and "hash_ids" in first:
+            return _mooncake(path, lines, block_tokens or MOONCAKE_BLOCK_TOKENS)
     raise TraceError(
-        f"{files[0]}:{number}: is no trace: expected timestamp, input_length, output_length and "
+        f"{path}:{number}: is no trace: expected timestamp, input_length, output_length and "
         f'hash_ids (Mooncake), {{"format": "{TRACE_FORMAT}"}} (recorded by tiered-kv), or a batch '
         f"of KV events of vLLM ([ts, [events]])"
     )
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and text of each line that is not empty, without a mark of its encoding (BOM)."""
+def _directory(path: Path) -> Trace:
+    files = trace_files(path)
+    if not files:
+        raise TraceError(
+            f"{path}: holds no trace; expected trace-*.jsonl, as an engine writes them whose "
+            "configuration has `trace`"
+        )
+    recorded = _Recorded()
+    for file in files:
+        with _opened(file) as stream:
+            number, head = next(lines := _lines(stream), (1, b""))
+            if not head:
+                recorded.notes.append(f"{file}: is empty, and left out.")
+            elif not _is_header(head):
+                recorded.notes.append(
+                    f"{file}:{number}: is not the whole first line of a recorded trace; the file "
+                    "is left out."
+                )
+            else:
+                recorded.take(file, chain([(number, head)], lines))
+    if not recorded.headers:
+        raise TraceError(
+            f"{path}: none of its files trace-*.jsonl begins with the first line of a recorded "
+            "trace; of other traces, give the file"
+        )
+    return recorded.trace(path)
+
+
+def _is_header(line: bytes) -> bool:
+    """Whether it is the whole first line of a file that an engine of ours recorded."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    whole = line.endswith(b"\n")
+    return whole and isinstance(values, dict) and values.get("format") == TRACE_FORMAT
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """A file to be read inside."""
     try:
         with file.open("rb") as stream:
-            number = 0
-            while line := stream.readline(MOST_LINE_BYTES):
-                number += 1
-                if number == 1:
-                    line = line.removeprefix(BOM_UTF8)
-                if line.strip():
-                    yield number, line
+            yield stream
     except OSError as error:
         raise TraceError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Number and text of each line that is not empty, without a mark of its encoding (BOM)."""
+    number = 0
+    while line := stream.readline(MOST_LINE_BYTES):
+        number += 1
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
+        if line.strip():
+            yield number, line
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:60].decode("utf-8", "replace").rstrip())
 
 
 def _object(file: Path, number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        shown = line[:60].decode("utf-8", "replace").rstrip()
-        raise TraceError(f"{file}:{number}: is not JSON ({error}): {shown!r}") from error
+        raise TraceError(f"{file}:{number}: is not JSON ({error}): {_shown(line)}") from error
 
 
-def _events(file: Path, lines: Iterator[tuple[int, bytes]] | None) -> Trace:
+def _batches(file: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[str, Any]]:
+    """Place and contents of each batch of events in JSON lines."""
+    for number, line in lines:
+        yield f"{file}:{number}", _object(file, number, line)
+
+
+def _events(file: Path, batches: Iterator[tuple[str, Any]]) -> Trace:
     reader = EventReader(str(file))
-    if lines is None:
-        for place, batch in events_in(file):
-            reader.take(place, batch)
-    else:
-        for number, line in lines:
-            reader.take(f"{file}:{number}", _object(file, number, line))
+    for place, batch in batches:
+        reader.take(place, batch)
     requests = _ordered(reader.requests)
     if not requests:
         raise TraceError(f"{file}: tells of no stored block, so that there is nothing to plan from")
@@ -240,9 +290,9 @@ class _Fields:
         return {key: inner.count(key) for key in value}
 
 
-def _mooncake(file: Path, block_tokens: int) -> Trace:
+def _mooncake(file: Path, lines: Iterator[tuple[int, bytes]], block_tokens: int) -> Trace:
     requests: list[TracedRequest] = []
-    for number, line in _lines(file):
+    for number, line in lines:
         place = f"{file}:{number}"
         fields = _Fields(place, _object(file, number, line))
         request = TracedRequest(
@@ -265,57 +315,75 @@ def _check_length(place: str, request: TracedRequest, block_tokens: int) -> None
         )
 
 
-def _recorded(path: Path, files: Sequence[Path]) -> Trace:
-    requests: list[TracedRequest] = []
-    hits: Counter[str] = Counter()
-    notes: list[str] = []
-    headers: set[tuple[int, float, str]] = set()
-    header = (0, 0.0, "")
-    dropped = 0
-    for file in files:
-        begun = False
-        for number, line in _lines(file):
+class _Recorded:
+    """What engines of ours recorded, read file by file."""
+
+    def __init__(self) -> None:
+        self.headers: set[tuple[int, float, str]] = set()
+        self.notes: list[str] = []
+        self._requests: list[TracedRequest] = []
+        self._hits: Counter[str] = Counter()
+        self._dropped = 0
+
+    def take(self, file: Path, lines: Iterator[tuple[int, bytes]]) -> None:
+        """Read a file's lines, the first of which is its header.
+
+        Raises:
+            TraceError: one of them is none of such a file.
+        """
+        block_tokens = 0
+        for number, line in lines:
             place = f"{file}:{number}"
             if not line.endswith(b"\n"):
-                notes.append(f"{place}: the last line is cut off, and left out.")
+                self.notes.append(f"{place}: the last line is cut off, and left out.")
                 break
             fields = _Fields(place, _object(file, number, line))
-            if not begun:
-                begun = True
+            if not block_tokens:
                 header = _header(place, fields)
-                headers.add(header)
+                self.headers.add(header)
+                block_tokens = header[0]
                 continue
-            dropped += fields.count("dropped")
+            self._dropped += fields.count("dropped")
             request = TracedRequest(
                 fields.number("time"),
                 fields.digests("blocks"),
                 fields.count("tokens"),
                 fields.count("output_tokens"),
             )
-            _check_length(place, request, header[0])
-            requests.append(request)
-            hits.update(fields.counts("hits"))
-    if len(headers) > 1:
-        raise TraceError(
-            f"{path}: its files were recorded by engines with other blocks, or under another "
-            "secret, so that equal blocks have other names; give one file, or those of one engine"
+            _check_length(place, request, block_tokens)
+            self._requests.append(request)
+            self._hits.update(fields.counts("hits"))
+
+    def trace(self, path: Path) -> Trace:
+        """All of it; `path` is its file or directory.
+
+        Raises:
+            TraceError: there is no request, or the files do not go together.
+        """
+        if len(self.headers) > 1:
+            raise TraceError(
+                f"{path}: its files were recorded by engines with other blocks, or under another "
+                "secret, so that equal blocks have other names; give one file, or those of one "
+                "engine"
+            )
+        if not self._requests:
+            raise TraceError(f"{path}: holds no request yet; one is written when it is over")
+        if self._dropped:
+            self.notes.append(
+                f"{self._dropped} further requests were not recorded, since the recorder was slow."
+            )
+        [(block_tokens, bytes_per_token, _)] = self.headers
+        ordered = _ordered(self._requests)
+        began = ordered[0].time
+        return Trace(
+            _named(path),
+            TraceKind.RECORDED,
+            block_tokens,
+            tuple(replace(request, time=request.time - began) for request in ordered),
+            bytes_per_token or None,
+            dict(self._hits),
+            tuple(self.notes),
         )
-    if not requests:
-        raise TraceError(f"{path}: holds no request yet; one is written when it is over")
-    if dropped:
-        notes.append(f"{dropped} further requests were not recorded, since the recorder was slow.")
-    [(block_tokens, bytes_per_token, _)] = headers
-    ordered = _ordered(requests)
-    began = ordered[0].time
-    return Trace(
-        _named(path),
-        TraceKind.RECORDED,
-        block_tokens,
-        tuple(replace(request, time=request.time - began) for request in ordered),
-        bytes_per_token or None,
-        dict(hits),
-        tuple(notes),
-    )
 
 
 def _header(place: str, fields: _Fields) -> tuple[int, float, str]:
