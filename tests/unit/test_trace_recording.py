@@ -179,6 +179,22 @@ def test_the_oldest_file_goes_before_the_budget_is_exceeded(tmp_path: Path) -> N
     assert one.counted("dropped") == 0
 
 
+def test_an_engine_for_which_there_is_no_room_deletes_nothing(tmp_path: Path) -> None:
+    one = Recording(tmp_path, max_bytes=MIB)
+    for number in range(250):
+        one.request(f"request {number}", 200)
+        one.wait(recorded=number + 1)
+    before = trace_files(tmp_path)
+    smaller = Recording(tmp_path, max_bytes=MIB // 32)
+    smaller.request("late", 1)
+    smaller.wait(dropped=1)
+    smaller.close()
+    print(f"{len(before)} files, of which one is written to")
+    assert trace_files(tmp_path) == before
+    assert len(before) > 2
+    one.close()
+
+
 def test_files_that_another_engine_writes_are_left_alone(tmp_path: Path) -> None:
     others = [Recording(tmp_path, MIB) for _ in range(recording.FILES)]
     for number, other in enumerate(others):

@@ -108,8 +108,8 @@ class TraceRecorder:
 
         Args:
             directory: of the trace; made when it is not there. Engines may share it.
-            max_bytes: that all files of traces in the directory take together; where engines that
-                share it have different ones, the largest.
+            max_bytes: that all files of traces in the directory take together; the same for all
+                engines that share it.
             stats: counts what is recorded and dropped.
             clock: seconds since the epoch.
             retry_seconds: how long nothing is written after a failure.
@@ -315,29 +315,29 @@ class _Files:
 
     def _make_room(self) -> None:
         """Delete the oldest files until a further one fits in, and those that are empty: of
-        engines that were killed."""
+        engines that were killed. None, where what others write to leaves no room anyhow."""
         held: list[tuple[Path, int]] = []
-        total = self._share
+        needed = self._share
         for file in trace_files(self._directory):
             size, used = _size_and_use(file)
             if used:
-                total += max(size, self._share)
+                needed += max(size, self._share)
             elif size:
-                total += size
                 held.append((file, size))
             else:
                 file.unlink(missing_ok=True)
+        if needed > self._max_bytes:
+            raise OSError(
+                errno.EDQUOT,
+                f"{self._directory} holds as much as max_size allows, in files that other engines "
+                f"write to; at most {FILES} record there at once, all with the same max_size",
+            )
+        total = needed + sum(size for _, size in held)
         for file, size in held:
             if total <= self._max_bytes:
                 return
             file.unlink(missing_ok=True)
             total -= size
-        if total > self._max_bytes:
-            raise OSError(
-                errno.EDQUOT,
-                f"{self._directory} holds as much as max_size allows, in files that other engines "
-                "write to",
-            )
 
     def _read_secret(self) -> bytes:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
