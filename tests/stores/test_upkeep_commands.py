@@ -330,7 +330,7 @@ def test_a_reader_of_the_pipe_that_goes_away(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("tiers", ["nvme"], indirect=True)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_export_that_is_ended_in_its_last_moment_leaves_nothing(
     tiers: Tiers, number: signal.Signals
 ) -> None:
